@@ -1,0 +1,1 @@
+"""SparseEngine: a sparse-first LLM inference engine."""

@@ -1,0 +1,1 @@
+"""Data and protocols of the engine. No machinery, no method, no device code."""

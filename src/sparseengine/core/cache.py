@@ -1,0 +1,96 @@
+"""The storage contract. One manager owns every byte of KV and every side tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, SealedPages
+from sparseengine.core.plan import Request, StepPlan
+from sparseengine.core.view import AttentionView, Keep, Selection
+
+
+class PrefixHit(NamedTuple):
+    """Tokens of a request that are already stored, and the id they are forked from."""
+
+    tokens: int = 0
+    source: int | None = None
+
+
+class Usage(NamedTuple):
+    """Bytes of one request's rows: payload and side tensors of its pages (shared ones in full)."""
+
+    pages: int
+    bytes: int
+
+
+class CacheManager(Protocol):
+    """Head pages, rows, tables, side tensors. Configured by a cache plan; knows no method."""
+
+    def total_pages(self) -> int:
+        """Pages in all groups together, in head pages."""
+        ...
+
+    def free_pages(self) -> int: ...
+
+    def pages_for(self, tokens: int) -> int:
+        """Head pages that rows of `tokens` tokens each take for one request, all groups together."""
+        ...
+
+    def free_tokens(self) -> int:
+        """How long all rows of one more request could be: the least over groups."""
+        ...
+
+    def match(self, request: Request) -> PrefixHit: ...
+
+    def admit(self, request: Request, hit: PrefixHit) -> None:
+        """Give the request (empty or forked) rows. Forked rows share pages until written."""
+        ...
+
+    def fork(self, source_id: int, request_id: int) -> None:
+        """A second owner of the source's rows; the first write into a shared page copies it."""
+        ...
+
+    def reserve(self, plan: StepPlan) -> None:
+        """Pages, slot mapping and tables for this step; raises CapacityError and changes nothing."""
+        ...
+
+    def truncate(self, request_id: int, num_tokens: int) -> None:
+        """Remove the newest `num_tokens` tokens of every row."""
+        ...
+
+    def release(self, request_id: int, *, retain: bool = False) -> None: ...
+
+    def write(self, layer: int, payload: tuple[Tensor, ...]) -> None: ...
+
+    def view(self, layer: int, selection: Selection | None) -> AttentionView: ...
+
+    def state(self, layer: int) -> tuple[Tensor, ...]:
+        """RECURRENT: [B, *shape] of this step's chunks, gathered; write back with `set_state`."""
+        ...
+
+    def set_state(self, layer: int, value: tuple[Tensor, ...]) -> None: ...
+
+    def layer_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> LayerStep:
+        """What the methods may see of this step at one layer."""
+        ...
+
+    def apply(self, keeps: Sequence[Keep]) -> None:
+        """Order-preserving compaction in place; side tensors move along; whole pages come free."""
+        ...
+
+    def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
+        """Pages that are full and were not reported yet. Also drops prefill-lifetime side tensors."""
+        ...
+
+    def lens(self, request_id: int, layer: int) -> tuple[int, ...]:
+        """Row lengths of a request at a layer, one per KV head; host numbers."""
+        ...
+
+    def usage(self, request_id: int) -> Usage: ...
+
+    def check(self) -> None:
+        """Conservation, ownership, lengths. Raises AssertionError that says what broke."""
+        ...

@@ -1,0 +1,183 @@
+"""The lifecycle contract: hooks that return decisions, and what a method may see."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from sparseengine.core.plan import Demand, Request, StepPlan
+from sparseengine.core.specs import CacheGroup, LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.view import Keep, Selection
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Static facts about a method: checked at resolve time, printed by `sparseengine explain`.
+
+    sharing: what a finished row may become ("radix": intact pages; "chain": one owner's).
+    decode_hooks: select or evict act during decode, so a preempted request must re-run its
+      generated tokens one by one to end where it was; else they are re-run as one chunk.
+    takes: what `budget` means: tokens retained, tokens read, or nothing.
+    kinds: the layer kinds it can act on; layers of other kinds stay dense.
+    """
+
+    family: Literal["dense", "eviction", "selection"] = "eviction"
+    sharing: Literal["radix", "chain", "none"] = "radix"
+    prefill_policy: Literal["all_chunked", "long_bs1full_short_batch"] = "all_chunked"
+    query_aware: bool = False
+    graph_safe: bool = True
+    tp: Literal["local", "reduce"] = "local"
+    scores: Literal["mass", "logit_max"] | None = None
+    needs: frozenset[Literal["hidden", "pre_rope"]] = frozenset()
+    decode_hooks: bool = False
+    takes: Literal["retained", "read", "none"] = "none"
+    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL, LayerKind.LATENT})
+
+
+@dataclass(frozen=True, slots=True)
+class SealedPages:
+    """Pages that became full (or whose content was compacted) in one group since the last seal.
+
+    For each layer of the group the same call passes that layer's view of the pools:
+    keys: pool [N, Hs, P, D]. pages: int64 [M] page ids, in which every one of the Hs heads is full.
+    aux: name -> pool-shaped side tensor of the layer: SLOT [N, Hs, P, *shape], PAGE [N, Hs, *shape].
+    """
+
+    layer: int
+    spec: LayerSpec
+    pages: Tensor
+    payload: tuple[Tensor, ...]
+    aux: dict[str, Tensor]
+
+
+class LayerStep(Protocol):
+    """All that a method may see at one layer; nothing it may break.
+
+    The chunks in `plan` are those of this method alone; q, k, v hold their tokens only.
+    """
+
+    layer: int
+    spec: LayerSpec
+    plan: StepPlan
+    q: Tensor  # [T, Hq, D], rotated
+    k: Tensor  # [T, Hkv, D], rotated; the latent for LATENT
+    v: Tensor  # [T, Hkv, Dv]
+
+    @property
+    def page_size(self) -> int: ...
+
+    def subset(self, chunks: Sequence[int]) -> LayerStep:
+        """The same step seen by some of its chunks only (indices into this step's plan)."""
+        ...
+
+    def span(self, chunk: int) -> tuple[int, int]:
+        """First and past-the-last token of a chunk within q, k, v."""
+        ...
+
+    def lens(self, chunk: int) -> tuple[int, ...]:
+        """Row lengths of a chunk (this step's tokens included), one per row group; host numbers."""
+        ...
+
+    def table(self) -> tuple[Tensor, Tensor]:
+        """(int32 [S, G, W] page ids, int32 [S, G] lengths) before selection, on the device."""
+        ...
+
+    def aux(self, name: str) -> Tensor:
+        """The pool-shaped side tensor of this layer: [N, Hs, P, *shape] or [N, Hs, *shape]."""
+        ...
+
+    def request_aux(self, name: str, chunk: int) -> Tensor:
+        """A Per.REQUEST side tensor of this chunk's request at this layer; write into it in place."""
+        ...
+
+    def gather(self, name: str, chunk: int) -> Tensor:
+        """A per-slot tensor in row order, [Hkv, Lmax, ...]; "keys", "values" or a SLOT aux name.
+
+        Rows shorter than Lmax hold zeros past their length.
+        """
+        ...
+
+    def scatter(self, name: str, chunk: int, value: Tensor) -> None:
+        """Write a SLOT aux tensor back, [Hkv, Lmax, ...] in row order."""
+        ...
+
+    def scores(self, chunk: int, queries: Tensor, reduce: Literal["sum", "max"] = "sum") -> Tensor:
+        """Attention mass of `queries` [w, Hq, D], the last w of the row, on every key of the row.
+
+        Softmax in fp32 over all visible keys (causal, bottom-right), then reduced over the queries;
+        returns fp32 [Hq, Lmax], query heads grouped by KV head, zero past a row's length.
+        """
+        ...
+
+
+class SparseMethod:
+    """Lifecycle of one sparse method. Every hook has a default; most override one to three.
+
+    One instance serves every request with the same knobs; what differs per request (the budget) is
+    read from the request. Hooks marked "device" run in the forward pass, inside a captured graph when
+    traits.graph_safe; "host" hooks run between forwards.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits] = Traits()
+    config_class: ClassVar[type]
+    manager: ClassVar[str] = "paged"
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        self.config = config
+        self.model = model
+
+    def cache_plan(self) -> tuple[CacheGroup, ...]:
+        """The storage this method needs. Engines merge the plans of all enabled methods."""
+        raise NotImplementedError
+
+    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
+        """Tokens per row at the worst moment and while decoding."""
+        total = prompt_len + max_tokens
+        return Demand(total, total)
+
+    def prefill_block(self) -> int | None:
+        """Chunks of this method's prompts never straddle a multiple of this many tokens."""
+        return None
+
+    def select(self, at: LayerStep) -> Selection | None:
+        """Device, before attention, DECODE chunks only: which columns each span reads."""
+        return None
+
+    def observe(self, at: LayerStep) -> None:
+        """Device, after attention: look at q, k, v and the stored rows."""
+
+    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+        """Device, after the layer."""
+
+    def evict(self, plan: StepPlan) -> Sequence[Keep]:
+        """Host, after the forward: what to retain of the plan's requests."""
+        return ()
+
+    def shrink(self, request: Request, target_tokens: int) -> Sequence[Keep]:
+        """Host, under memory pressure: retain `target_tokens` per row."""
+        return ()
+
+    def seal(self, pages: SealedPages) -> None:
+        """Host, batched over all rows of one layer: summarise full pages into PAGE aux tensors."""
+
+    def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
+        """Extra token runs after prefill, observed and then forgotten."""
+        return ()
+
+    def forget(self, request_id: int) -> None:
+        """The request ended or was preempted: drop what is pending for it."""
+
+
+class SparseController(Protocol):
+    """Drives the hooks; the only caller of methods. Holds no method's name."""
+
+    def select(self, at: LayerStep) -> Selection | None: ...
+    def observe(self, at: LayerStep) -> None: ...
+    def layer_end(self, at: LayerStep, hidden: Tensor) -> None: ...
+    def end_step(self, plan: StepPlan) -> None:
+        """Truncate replays, evict, apply, seal: in this order."""
+        ...

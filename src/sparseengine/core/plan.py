@@ -1,0 +1,100 @@
+"""What one engine step does: requests, chunks, plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from sparseengine.core.params import SamplingParams, SparseParams
+
+
+class Purpose(Enum):
+    """Why a chunk runs. REPLAY chunks are observed and never retained."""
+
+    PREFILL = auto()
+    DECODE = auto()
+    REPLAY = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One generation job. Owns its tokens and counters; mutated by the scheduler alone.
+
+    `tokens` is prompt + generated. `computed` counts positions already run; after a preemption it
+    restarts at 0 and the tokens are run again. `budget` is the resolved tokens per row (None: the
+    method takes none). `method` is the key under which the controller finds the method instance.
+    `parent` is the id of the request whose prompt rows an n > 1 sibling forks.
+    """
+
+    id: int
+    tokens: list[int]
+    prompt_len: int
+    max_tokens: int
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sparse: SparseParams = field(default_factory=SparseParams)
+    method: str = "full"
+    budget: int | None = None
+    computed: int = 0
+    arrival: int = 0
+    parent: int | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def in_prefill(self) -> bool:
+        return self.computed < self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one request that runs in this step; a decode is a chunk of one token.
+
+    `start` is the position of tokens[0], not the row length, which eviction shortens. A chunk never
+    straddles the prompt's end. `samples`: the last token's logits are wanted. A DECODE chunk with
+    samples=False re-runs an already known token after a preemption.
+    """
+
+    request: Request
+    tokens: tuple[int, ...]
+    start: int
+    purpose: Purpose
+    samples: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def ends_prompt(self) -> bool:
+        """True for the chunk that holds the prompt's last token: where prefill methods evict."""
+        return self.purpose is Purpose.PREFILL and self.stop == self.request.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """Chunks of one step, DECODE chunks first, and the ids preempted to make room for them."""
+
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(c.tokens) for c in self.chunks)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(c.purpose is Purpose.DECODE for c in self.chunks)
+
+
+class Demand(NamedTuple):
+    """The only thing the scheduler learns about a method: tokens per row, averaged over rows.
+
+    `peak_tokens`: the worst moment (prefill, before eviction). `steady_tokens`: while decoding,
+    including every token generated up to max_tokens.
+    """
+
+    peak_tokens: int
+    steady_tokens: int

@@ -1,0 +1,76 @@
+"""What attention reads. S query spans x G row groups; G is 1 or kv_heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of keys in one physical layout.
+
+    payload: per stored tensor (K, V) or (latent,): (raw,) or its codec's packed parts. A raw tensor
+      is [N, Hs, P, D]: N pages, Hs heads in a page. Hs is 1 when a page holds one head and the table
+      is per head; else Hs is kv_heads, and head h of page n is raw[n, h].
+    table: int32 [S, G, W] page ids, strided; entries past a row's length are arbitrary but in range.
+    lens: int32 [S, G] valid tokens (0 is legal: the row contributes nothing).
+    """
+
+    payload: tuple[tuple[Tensor, ...], ...]
+    codec: tuple[str, ...]
+    values_in_keys: bool
+    table: Tensor
+    lens: Tensor
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionView:
+    """All that an attention backend sees: no policy, no request ids, no method name.
+
+    segments: oldest first, merged by log-sum-exp; the last ends with this step's tokens.
+    cu_q: int32 [S + 1], query offsets; causal is bottom-right aligned within a span, that is, query i
+      of a span with n queries sees the first (total length - n + i + 1) keys.
+    num_single: the first num_single spans have exactly one query each (host fact).
+    max_q: longest span; max_len: an upper bound of the total row length (host facts).
+    """
+
+    segments: tuple[Segment, ...]
+    cu_q: Tensor
+    window: int | None
+    num_single: int
+    max_q: int
+    max_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """A READ decision: columns of the oldest segment's table.
+
+    index: int32 [S, G, K] ascending, -1 pads at the end; K is static, so that a graph can hold it.
+    unit: "page" (a column is a table column) or "slot" (a column is a slot of the row).
+    cu_q, owner: finer query spans than one per chunk, for block-sparse prefill; owner int64 [S] is
+      the chunk of each span.
+    """
+
+    index: Tensor
+    unit: Literal["page", "slot"] = "page"
+    cu_q: Tensor | None = None
+    owner: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A RETAIN decision: a mask cannot be unsorted, duplicated or out of range.
+
+    request: the request's id. layer: None keeps the same tokens in all layers.
+    masks: bool [L_g] per row group: one (all heads alike) or kv_heads of them, whose lengths may
+      already differ. They may live on the host or on the device.
+    """
+
+    request: int
+    layer: int | None
+    masks: tuple[Tensor, ...]
