@@ -1,0 +1,174 @@
+"""Drives the lifecycle hooks of every method in a step. Contains no method's name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.cache import CacheManager
+from sparseengine.core.method import LayerStep, SparseMethod
+from sparseengine.core.plan import Purpose, StepPlan
+from sparseengine.core.specs import ModelSpec
+from sparseengine.core.view import Keep, Selection
+from sparseengine.engine.record import Recorder
+from sparseengine.errors import UnsupportedError
+
+
+def _overrides(method: SparseMethod, hook: str) -> bool:
+    return getattr(type(method), hook) is not getattr(SparseMethod, hook)
+
+
+@dataclass(slots=True)
+class _Part:
+    """Chunks of one method in a plan: all of them, and those that decode."""
+
+    method: SparseMethod
+    chunks: list[int]
+    decodes: list[int]
+
+
+class Controller:
+    """Groups the chunks of a step by method instance and calls that instance's hooks.
+
+    `methods` maps the key a request carries (`Request.method`) to its instance; the engine adds
+    entries while it runs. Layers of a kind that a method does not act on are skipped. A method sees
+    its own chunks only; `select` is asked for DECODE chunks, and the selections of several methods
+    in one step are merged into one, in which every other chunk reads all of its columns.
+    """
+
+    def __init__(
+        self, model: ModelSpec, cache: CacheManager, methods: Mapping[str, SparseMethod]
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.methods = methods
+        self.recorder = Recorder(model, cache)
+        self._plan: StepPlan | None = None
+        self._parts: list[_Part] = []
+        self._order: dict[tuple[int, ...], Tensor] = {}
+
+    def select(self, at: LayerStep) -> Selection | None:
+        """Ask every method in the step what its DECODE chunks read; None reads everything."""
+        found: list[tuple[list[int], Selection]] = []
+        for part in self._acting(at, "select"):
+            if part.decodes:
+                selection = part.method.select(self._narrow(at, part.decodes))
+                if selection is not None:
+                    found.append((part.decodes, selection))
+        merged = self._merge(at, found) if found else None
+        if self.recorder.is_recording(at.plan):
+            self.recorder.on_select(at, merged)
+        return merged
+
+    def observe(self, at: LayerStep) -> None:
+        for part in self._acting(at, "observe"):
+            part.method.observe(self._narrow(at, part.chunks))
+
+    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+        for part in self._acting(at, "layer_end"):
+            sub = self._narrow(at, part.chunks)
+            rows = [hidden[slice(*at.span(i))] for i in part.chunks]
+            part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
+
+    def end_step(self, plan: StepPlan) -> None:
+        """Truncate replays, evict, apply, seal: in this order, so that summaries follow eviction."""
+        for chunk in plan.chunks:
+            if chunk.purpose is Purpose.REPLAY:
+                self.cache.truncate(chunk.request.id, len(chunk.tokens))
+        self.recorder.on_stored(plan)
+        keeps: list[Keep] = []
+        for part in self._split(plan):
+            if _overrides(part.method, "evict"):
+                keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
+        self.retain(keeps)
+        self.recorder.on_step_end(plan)
+        for pages in self.cache.seal(plan):
+            for method in self.methods.values():
+                method.seal(pages)
+        self._plan = None
+
+    def retain(self, keeps: Sequence[Keep]) -> None:
+        """Apply retain decisions; `end_step` and memory pressure come through here."""
+        if keeps:
+            self.recorder.on_keeps(keeps)
+            self.cache.apply(keeps)
+
+    def forget(self, request_id: int) -> None:
+        """The request ended or was preempted."""
+        for method in self.methods.values():
+            method.forget(request_id)
+
+    def _split(self, plan: StepPlan) -> list[_Part]:
+        if plan is not self._plan:
+            parts: dict[str, _Part] = {}
+            for i, chunk in enumerate(plan.chunks):
+                key = chunk.request.method
+                part = parts.setdefault(key, _Part(self.methods[key], [], []))
+                part.chunks.append(i)
+                if chunk.purpose is Purpose.DECODE:
+                    part.decodes.append(i)
+            self._plan, self._parts, self._order = plan, list(parts.values()), {}
+        return self._parts
+
+    def _acting(self, at: LayerStep, hook: str) -> Iterator[_Part]:
+        """Parts whose method overrides the hook and acts on layers of this kind."""
+        for part in self._split(at.plan):
+            if _overrides(part.method, hook) and at.spec.kind in part.method.traits.kinds:
+                yield part
+
+    @staticmethod
+    def _narrow(at: LayerStep, chunks: list[int]) -> LayerStep:
+        return at if len(chunks) == len(at.plan.chunks) else at.subset(chunks)
+
+    def _merge(self, at: LayerStep, found: list[tuple[list[int], Selection]]) -> Selection:
+        """One selection over all spans of the step; shapes depend on host facts only."""
+        total = len(at.plan.chunks)
+        if len(found) == 1 and len(found[0][0]) == total:
+            return found[0][1]
+        units = {s.unit for _, s in found}
+        if len(units) > 1 or any(s.cu_q is not None for _, s in found):
+            raise UnsupportedError(
+                "these methods cannot share a step",
+                ["one selects pages and another slots, or one refines the query spans"],
+            )
+        unit = units.pop()
+        chosen = {i for rows, _ in found for i in rows}
+        rest = [i for i in range(total) if i not in chosen]
+        parts = [s.index for _, s in found]
+        if rest:
+            parts.append(self._everything(at, rest, unit == "slot"))
+        groups = max(p.shape[1] for p in parts)
+        width = max(p.shape[2] for p in parts)
+        padded = [
+            torch.nn.functional.pad(p.expand(-1, groups, -1), (0, width - p.shape[2]), value=-1)
+            for p in parts
+        ]
+        order = tuple(i for rows, _ in found for i in rows) + tuple(rest)
+        index = torch.cat(padded).index_select(0, self._inverse(order, padded[0].device))
+        return Selection(index=index, unit=unit)
+
+    @staticmethod
+    def _everything(at: LayerStep, rows: list[int], slots: bool) -> Tensor:
+        """Selection rows that read every column: int32 [len(rows), G, W]."""
+        table, lens = (at.subset(rows) if len(rows) < len(at.plan.chunks) else at).table()
+        per_column = 1 if slots else at.page_size
+        width = table.shape[2] * at.page_size if slots else table.shape[2]
+        columns = torch.arange(width, dtype=torch.int32, device=table.device)
+        used = (lens + per_column - 1) // per_column
+        return torch.where(columns < used[..., None], columns, -1)
+
+    def _inverse(self, order: tuple[int, ...], device: torch.device) -> Tensor:
+        """Where span i of the step sits in the concatenated parts; kept for the whole step."""
+        if order not in self._order:
+            inverse = sorted(range(len(order)), key=order.__getitem__)
+            self._order[order] = torch.tensor(inverse, dtype=torch.int64, device=device)
+        return self._order[order]
+
+
+def _subplan(plan: StepPlan, chunks: list[int]) -> StepPlan:
+    if len(chunks) == len(plan.chunks):
+        return plan
+    return StepPlan(tuple(plan.chunks[i] for i in chunks), plan.preempted)

@@ -1,0 +1,188 @@
+"""What was kept and what was read, as plain integers, for requests that ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparseengine.core.cache import CacheManager
+from sparseengine.core.method import LayerStep
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.view import Keep, Selection
+
+Positions = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Retained:
+    """Positions in storage after `computed` tokens were run: positions[layer][kv_head]."""
+
+    event: str  # "prefill" or "evict"
+    computed: int
+    positions: dict[int, list[list[int]]]
+    resident_bytes: int
+
+
+@dataclass(slots=True)
+class Read:
+    """What one decode step read: positions[layer][kv_head] of layers with a selection only."""
+
+    position: int
+    positions: dict[int, list[list[int]]]
+    bytes_read: int
+
+
+@dataclass(slots=True)
+class SparseOutput:
+    """`CompletionOutput.sparse`: JSON-serialisable, positions are indices in the logical text.
+
+    `retained` has one entry when the prompt is done and one per eviction after it; `reads` one per
+    decode step; a layer is missing in `reads[i].positions` when everything stored was read.
+    """
+
+    method: str
+    budget: int | None
+    prompt_tokens: int
+    resident_bytes: int
+    retained: list[Retained] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
+
+    @property
+    def bytes_read_per_step(self) -> list[int]:
+        return [r.bytes_read for r in self.reads]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """Positions of one recorded request's rows, and its output so far."""
+
+    rows: dict[int, list[Positions]]
+    out: SparseOutput
+    evicted: bool = False
+    reading: dict[int, list[list[int]]] = field(default_factory=dict)
+    bytes_read: int = 0
+
+
+class Recorder:
+    """Follows the rows of recorded requests on the host: appends, keeps and selections.
+
+    It keeps its own positions, so that its answer does not depend on what the cache believes; tests
+    compare the two. Copies decisions to the host, so steps with recorded requests synchronise.
+    """
+
+    def __init__(self, model: ModelSpec, cache: CacheManager) -> None:
+        self._model = model
+        self._cache = cache
+        self._entries: dict[int, _Entry] = {}
+
+    def is_recording(self, plan: StepPlan) -> bool:
+        return any(c.request.sparse.record for c in plan.chunks)
+
+    def on_select(self, at: LayerStep, selection: Selection | None) -> None:
+        """Called at every layer that stores KV, before attention."""
+        index = None if selection is None else selection.index.tolist()
+        for i, chunk in enumerate(at.plan.chunks):
+            if not chunk.request.sparse.record or chunk.purpose is not Purpose.DECODE:
+                continue
+            entry = self._entry(chunk.request)
+            rows = self._rows_now(entry, at.layer, at.spec, chunk)
+            if index is None or selection is None:
+                entry.bytes_read += sum(len(r) for r in rows) * _token_bytes(at)
+                continue
+            size = at.page_size if selection.unit == "page" else 1
+            read = []
+            for head, row in enumerate(rows):
+                columns = index[i][head if len(index[i]) > 1 else 0]
+                slots = [s for c in columns if c >= 0 for s in range(c * size, c * size + size)]
+                read.append([int(row[s]) for s in slots if s < len(row)])
+            entry.bytes_read += sum(len(r) for r in read) * _token_bytes(at)
+            if any(len(a) < len(b) for a, b in zip(read, rows, strict=True)):
+                entry.reading[at.layer] = read
+
+    def on_stored(self, plan: StepPlan) -> None:
+        """The forward is done: this step's tokens are in their rows (replays are not)."""
+        for chunk in plan.chunks:
+            if not chunk.request.sparse.record or chunk.purpose is Purpose.REPLAY:
+                continue
+            entry = self._entry(chunk.request)
+            for layer, rows in entry.rows.items():
+                new = np.arange(chunk.start, chunk.stop)
+                entry.rows[layer] = [np.concatenate([r, new]) for r in rows]
+            if chunk.purpose is Purpose.DECODE:
+                entry.out.reads.append(Read(chunk.start, entry.reading, entry.bytes_read))
+            entry.reading, entry.bytes_read = {}, 0
+
+    def on_keeps(self, keeps: Sequence[Keep]) -> None:
+        """Retain decisions, before the cache applies them."""
+        for keep in keeps:
+            entry = self._entries.get(keep.request)
+            if entry is None:
+                continue
+            masks = [np.asarray(m.cpu().numpy(), dtype=bool) for m in keep.masks]
+            for layer in entry.rows if keep.layer is None else (keep.layer,):
+                rows = entry.rows[layer]
+                per_head = masks if len(masks) > 1 else masks * len(rows)
+                entry.rows[layer] = [r[m] for r, m in zip(rows, per_head, strict=True)]
+            entry.evicted = True
+
+    def on_step_end(self, plan: StepPlan) -> None:
+        """Evictions are applied: note what is left after the prompt and after each eviction."""
+        for chunk in plan.chunks:
+            entry = self._entries.get(chunk.request.id)
+            if entry is None:
+                continue
+            usage = self._cache.usage(chunk.request.id)
+            entry.out.resident_bytes = usage.bytes
+            if chunk.ends_prompt or entry.evicted:
+                positions = {la: [r.tolist() for r in rows] for la, rows in entry.rows.items()}
+                event = "prefill" if chunk.ends_prompt else "evict"
+                noted = Retained(event, chunk.stop, positions, usage.bytes)
+                entry.out.retained.append(noted)
+            entry.evicted = False
+
+    def fork(self, source: Request, request: Request) -> None:
+        """An n > 1 sibling starts from its parent's rows and history."""
+        parent = self._entries.get(source.id)
+        if parent is not None and request.sparse.record:
+            entry = self._entry(request)
+            entry.rows = {la: list(rows) for la, rows in parent.rows.items()}
+            entry.out.retained = list(parent.out.retained)
+            entry.out.resident_bytes = parent.out.resident_bytes
+
+    def forget(self, request_id: int) -> None:
+        """Preempted, aborted or taken: a resumed request is recorded anew."""
+        self._entries.pop(request_id, None)
+
+    def result(self, request_id: int) -> SparseOutput | None:
+        entry = self._entries.get(request_id)
+        return None if entry is None else entry.out
+
+    def _entry(self, request: Request) -> _Entry:
+        if request.id not in self._entries:
+            empty = np.zeros(0, dtype=np.int64)
+            specs = self._model.layers
+            rows = {la: [empty] * specs[la].kv_heads for la in self._model.kv_layers}
+            out = SparseOutput(request.sparse.method, request.budget, request.prompt_len, 0)
+            self._entries[request.id] = _Entry(rows, out)
+        return self._entries[request.id]
+
+    @staticmethod
+    def _rows_now(entry: _Entry, layer: int, spec: LayerSpec, chunk: Chunk) -> list[Positions]:
+        new = np.arange(chunk.start, chunk.stop)
+        rows = [np.concatenate([r, new]) for r in entry.rows[layer]]
+        if spec.kind is LayerKind.WINDOW and spec.window is not None:
+            rows = [r[r > chunk.start - spec.window] for r in rows]
+        return rows
+
+
+def _token_bytes(at: LayerStep) -> int:
+    """Bytes of one token of one KV head at this layer."""
+    return sum(at.spec.stored_dims) * at.k.element_size()
