@@ -74,7 +74,7 @@ class Controller:
             part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
 
     def end_step(self, plan: StepPlan) -> None:
-        """Truncate replays, evict, apply, seal: in this order, so that summaries follow eviction."""
+        """Truncate replays, evict, apply, seal: in this order, for summaries follow eviction."""
         for chunk in plan.chunks:
             if chunk.purpose is Purpose.REPLAY:
                 self.cache.truncate(chunk.request.id, len(chunk.tokens))
