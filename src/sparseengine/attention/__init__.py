@@ -1,1 +1,15 @@
-"""attention"""
+"""Attention backends: each runs an `AttentionView` of one layer and knows no method."""
+
+from sparseengine.registry import Registry
+
+BACKENDS = Registry(
+    "attention backend",
+    {
+        "triton": "sparseengine.attention.triton:TritonBackend",
+        "cpu": "sparseengine.attention.cpu:CpuBackend",
+        "deterministic": "sparseengine.attention.deterministic:DeterministicBackend",
+        "reference": "sparseengine.attention.reference:ReferenceBackend",
+    },
+)
+
+__all__ = ["BACKENDS"]

@@ -1,1 +1,16 @@
-"""reference"""
+"""Plain-torch twin of every op: runs on any device and is the oracle of the kernels."""
+
+from sparseengine.ops.reference.merge import merge_lse
+from sparseengine.ops.reference.scores import page_bounds, page_scores, window_scores
+from sparseengine.ops.reference.storage import compact, copy_pages, gather_rows, store
+
+__all__ = [
+    "compact",
+    "copy_pages",
+    "gather_rows",
+    "merge_lse",
+    "page_bounds",
+    "page_scores",
+    "store",
+    "window_scores",
+]

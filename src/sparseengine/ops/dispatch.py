@@ -1,0 +1,85 @@
+"""Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
+
+Shapes and meaning are documented at the twins in `ops/reference/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from sparseengine.ops import reference
+from sparseengine.ops.reference import gather_rows, merge_lse
+
+__all__ = [
+    "compact",
+    "copy_pages",
+    "gather_rows",
+    "merge_lse",
+    "page_bounds",
+    "page_scores",
+    "store",
+    "window_scores",
+]
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    """The Triton ops, or None where Triton is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return None
+    from sparseengine.ops import triton as kernels
+
+    return kernels
+
+
+def _impl(pool: Tensor) -> ModuleType:
+    if pool.is_cuda and pool.dtype != torch.float64:
+        return _kernels() or reference
+    return reference
+
+
+def store(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
+    """Write [T, H, D] values into slots int64 [G, T] of [N, Hs, P, D] pools; -1 skips."""
+    _impl(pools[0]).store(pools, values, slots)
+
+
+def compact(pools: Sequence[Tensor], table: Tensor, mask: Tensor) -> None:
+    """Move kept slots (mask bool [R, L]) of rows (table int32 [R, W]) to their front, in order."""
+    _impl(pools[0]).compact(pools, table, mask)
+
+
+def copy_pages(pools: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
+    """Copy whole pages src -> dst, int64 [M] ids."""
+    _impl(pools[0]).copy_pages(pools, src, dst)
+
+
+def window_scores(
+    q: Tensor,
+    k_pool: Tensor,
+    table: Tensor,
+    lens: Tensor,
+    max_len: int,
+    scale: float,
+    reduce: str = "sum",
+) -> Tensor:
+    """Attention mass of a row's last queries q [w, Hq, D] on its keys: fp32 [Hq, max_len]."""
+    out: Tensor = _impl(k_pool).window_scores(q, k_pool, table, lens, max_len, scale, reduce)
+    return out
+
+
+def page_bounds(k_pool: Tensor, pages: Tensor, kmin: Tensor, kmax: Tensor) -> None:
+    """Channel-wise min and max of whole pages, int64 [M] ids, into [N, Hs, D] bounds."""
+    _impl(k_pool).page_bounds(k_pool, pages, kmin, kmax)
+
+
+def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size: int) -> Tensor:
+    """Upper bound of q.k over each page of each row: fp32 [S, Hkv, W]."""
+    out: Tensor = _impl(kmin).page_scores(q, kmin, kmax, table, group_size)
+    return out
