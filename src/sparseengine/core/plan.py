@@ -54,7 +54,8 @@ class Chunk:
 
     `start` is the position of tokens[0], not the row length, which eviction shortens. A chunk never
     straddles the prompt's end. `samples`: the last token's logits are wanted. A DECODE chunk with
-    samples=False re-runs an already known token after a preemption.
+    samples=False re-runs an already known token after a preemption. `forks`: n > 1 siblings that
+    sample from the same logits and fork the request's rows once the step has ended.
     """
 
     request: Request
@@ -62,6 +63,7 @@ class Chunk:
     start: int
     purpose: Purpose
     samples: bool
+    forks: tuple[Request, ...] = ()
 
     @property
     def stop(self) -> int:
