@@ -1,4 +1,4 @@
-"""`sparseengine COMMAND ...`: finds the command, imports only it, turns our errors into status 2."""
+"""`sparseengine COMMAND ...`: imports only the command asked for; our errors become status 2."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def usage() -> str:
 
 
 def split(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Command name (one or two words) and its arguments. Raises `ConfigError` if unknown."""
+    """Command name (one or two words) and its arguments. Raises `UsageError` if unknown."""
     groups = {name.split()[0] for name in COMMANDS if " " in name}
     if argv[0] in groups:
         known = [name.split()[1] for name in COMMANDS if name.startswith(f"{argv[0]} ")]
         if len(argv) > 1 and argv[1] in known:
             return f"{argv[0]} {argv[1]}", list(argv[2:])
         word = argv[1] if len(argv) > 1 else ""
-        raise _Usage(f"{argv[0]} needs one of: {', '.join(known)}, not {word!r}")
+        raise UsageError(f"{argv[0]} needs one of: {', '.join(known)}, not {word!r}")
     if argv[0] not in COMMANDS:
-        raise _Usage(f"unknown command {argv[0]!r}; {nearest(argv[0], COMMANDS)}")
+        raise UsageError(f"unknown command {argv[0]!r}; {nearest(argv[0], COMMANDS)}")
     return argv[0], list(argv[1:])
 
 
-class _Usage(SparseEngineError):
+class UsageError(SparseEngineError):
     """The command line names no command."""
 
 

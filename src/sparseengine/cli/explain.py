@@ -1,0 +1,105 @@
+"""`sparseengine explain MODEL`: what would run and why, without reading the weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from sparseengine.console import add_engine_arguments, engine_config, print_json, table
+
+
+class Explain:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true", help="JSON instead of text")
+        parser.add_argument(
+            "--prompt-len", type=int, default=None, help="prompt tokens of the demand shown"
+        )
+        parser.add_argument(
+            "--max-tokens", type=int, default=128, help="output tokens of the demand shown"
+        )
+        parser.add_argument("--all", action="store_true", help="also values left at their default")
+        add_engine_arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        from sparseengine.resolve import explain, resolve
+
+        data = explain(
+            resolve(engine_config(args)), prompt_len=args.prompt_len, max_tokens=args.max_tokens
+        )
+        if args.json:
+            print_json(data)
+        else:
+            print(as_text(data, show_defaults=args.all))
+        return 0
+
+
+def as_text(data: Mapping[str, Any], *, show_defaults: bool = False) -> str:
+    """The explanation for people."""
+    model = data["model"]
+    parts = [
+        f"model: {model['name']} ({model['architecture']}, {model['layers']} layers, "
+        f"at most {model['max_model_len']:,} tokens)",
+        "values\n" + _values(data["values"], show_defaults),
+        *[_method(m) for m in data["methods"]],
+        "cache plan\n" + table([_group(g) for g in data["cache_plan"]]),
+        "routes\n" + "\n".join(_route(r) for r in data["routes"]),
+    ]
+    return "\n\n".join(parts)
+
+
+def _values(values: Mapping[str, Any], show_defaults: bool) -> str:
+    rows = [
+        {
+            "name": path,
+            "value": repr(v["value"]),
+            "source": v["source"],
+            "origin": v["origin"],
+            "over": "; ".join(f"{g['value']!r} from {g['origin']}" for g in v["shadowed"]) or None,
+        }
+        for path, v in values.items()
+        if show_defaults or v["source"] != "default"
+    ]
+    return table(rows) if rows else "(all default)"
+
+
+def _method(method: Mapping[str, Any]) -> str:
+    demand = method["demand"]
+    traits = method["traits"]
+    knobs = ", ".join(f"{k}={v}" for k, v in method["config"].items()) or "none"
+    budget = demand["budget_tokens"]
+    return "\n".join(
+        [
+            f"method {method['name']}{' (default)' if method['default'] else ''}: "
+            f"{traits['family']}, prefill {traits['prefill_policy']}, "
+            f"sharing {traits['sharing']}",
+            f"  knobs: {knobs}",
+            f"  a request of {demand['prompt_tokens']:,} + {demand['max_tokens']:,} tokens: "
+            f"budget {'none' if budget is None else f'{budget:,}'}, peak "
+            f"{demand['peak_tokens']:,}, steady {demand['steady_tokens']:,} tokens per row",
+        ]
+    )
+
+
+def _group(group: Mapping[str, Any]) -> dict[str, Any]:
+    layers = group["layers"]
+    aux = ", ".join(f"{a['name']} per {a['per']}" for a in group["aux"])
+    return {
+        "layers": f"{layers[0]}-{layers[-1]} ({len(layers)})" if layers else "none",
+        "page": group["page_size"],
+        "ragged": group["ragged"],
+        "codec": ", ".join(group["codec"]) or "raw",
+        "side tensors": aux or "none",
+    }
+
+
+def _route(route: Mapping[str, Any]) -> str:
+    layers = route["layers"]
+    span = f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"
+    lines = [f"  {span}: {route['selected']} ({route['reason']})"]
+    for rejected in route["rejected"]:
+        lines.append(f"    not {rejected['route']}: {rejected['reason']}")
+    return "\n".join(lines)
+
+
+COMMAND = Explain()
