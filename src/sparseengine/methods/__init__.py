@@ -1,1 +1,150 @@
-"""methods"""
+"""Sparse methods, one file each, and the registry that lists them: one line per method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from inspect import getdoc
+from typing import Any
+
+from sparseengine.core.method import SparseMethod
+from sparseengine.core.params import SparseParams
+from sparseengine.core.specs import CacheGroup, ModelSpec
+from sparseengine.errors import RequestError, UnsupportedError
+from sparseengine.registry import Registry
+
+METHODS = Registry(
+    "sparse method",
+    {
+        "full": "sparseengine.methods.full:Full",
+        "random": "sparseengine.methods.random:Random",
+        "streaming_llm": "sparseengine.methods.streaming_llm:StreamingLLM",
+        "knorm": "sparseengine.methods.knorm:Knorm",
+        "keydiff": "sparseengine.methods.keydiff:KeyDiff",
+        "snapkv": "sparseengine.methods.snapkv:SnapKV",
+        "adakv": "sparseengine.methods.adakv:AdaKV",
+        "quest": "sparseengine.methods.quest:Quest",
+    },
+    aliases={"dense": "full", "vanilla": "full"},
+)
+
+
+def make_method(
+    name: str, knobs: Mapping[str, Any], model: ModelSpec, *, page_size: int = 16
+) -> SparseMethod:
+    """An instance of a method with these knobs for this model.
+
+    page_size: slots of a page in the cache that will hold its rows. Raises `ConfigError` for an
+    unknown method and `RequestError` for an unknown or wrong knob, both naming the nearest.
+    """
+    method_class = METHODS.get(name)
+    config = method_class.config_class.from_knobs(METHODS.canonical(name), knobs)
+    method: SparseMethod = method_class(config, model)
+    if hasattr(method, "page_size"):
+        method.page_size = page_size
+    return method
+
+
+def resolve_budget(
+    method_class: type[SparseMethod], sparse: SparseParams, prompt_len: int
+) -> int | None:
+    """Tokens per row for a prompt: the budget, else max(1, int(ratio * prompt_len)).
+
+    A request that gives neither gets the method's default. None for methods that take no budget;
+    giving them one raises `RequestError`.
+    """
+    name = method_class.name
+    if method_class.traits.takes == "none":
+        for field_name in ("budget", "ratio"):
+            value = getattr(sparse, field_name)
+            if value is not None:
+                raise RequestError(
+                    f"{field_name}={value} is not allowed with method {name!r}, which retains and "
+                    f"reads everything; leave it out or name a sparse method"
+                )
+        return None
+    if sparse.budget is not None:
+        return sparse.budget
+    ratio = sparse.ratio
+    if ratio is None:
+        budget: int | None = getattr(method_class, "default_budget", None)
+        ratio = getattr(method_class, "default_ratio", None)
+        if budget is not None or ratio is None:
+            return budget
+    return max(1, int(ratio * prompt_len))
+
+
+def check_model(method: SparseMethod, model: ModelSpec) -> None:
+    """Raise `UnsupportedError` with the reason if the method can do nothing for this model."""
+    kinds = method.traits.kinds
+    present = {spec.kind for spec in model.layers}
+    if not present & kinds:
+        can = ", ".join(sorted(k.name for k in kinds))
+        has = ", ".join(sorted(k.name for k in present))
+        raise UnsupportedError(
+            f"method {method.name!r} cannot run on this model",
+            [f"it acts on layers of kind {can}; the model has {has} layers only"],
+        )
+    if getattr(method, "layers", None) == ():
+        raise UnsupportedError(
+            f"method {method.name!r} would leave every layer of this model dense",
+            [f"the model has {len(model.layers)} layers and the knobs are {method.config}"],
+        )
+
+
+def check_storage(method: SparseMethod, groups: Sequence[CacheGroup]) -> None:
+    """Raise `RequestError` if a running cache lacks what this instance needs.
+
+    A request may bring knobs that change the cache plan (a longer window, say), which is fixed when
+    the engine starts.
+    """
+    have = {layer: group for group in groups for layer in group.layers}
+    for group in method.cache_plan():
+        for layer in group.layers:
+            found = have.get(layer)
+            missing = [a.name for a in group.aux if found is None or a not in found.aux]
+            if missing or found is None or found.ragged.value < group.ragged.value:
+                what = f"side tensors {missing}" if missing else f"rows per {group.ragged.name}"
+                raise RequestError(
+                    f"method {method.name!r} with these knobs needs {what}, which the cache was "
+                    "not started with; start the engine with this method and these knobs as its "
+                    "default, or leave the knobs out"
+                )
+
+
+def describe_methods() -> list[dict[str, Any]]:
+    """Every registered method as JSON-ready data, from code alone.
+
+    Keys: name, aliases, summary, family, takes, default (what a request gets that gives no budget),
+    traits, knobs (name, type, default, doc, allowed).
+    """
+    return [_describe(name) for name in METHODS]
+
+
+def _describe(name: str) -> dict[str, Any]:
+    method_class = METHODS.get(name)
+    traits = {
+        f.name: _plain(getattr(method_class.traits, f.name)) for f in fields(method_class.traits)
+    }
+    default = None
+    if getattr(method_class, "default_budget", None) is not None:
+        default = {"budget": method_class.default_budget}
+    elif getattr(method_class, "default_ratio", None) is not None:
+        default = {"ratio": method_class.default_ratio}
+    summary = (getdoc(method_class) or "").split("\n\n")[0].replace("\n", " ")
+    return {
+        "name": name,
+        "aliases": list(METHODS.aliases(name)),
+        "summary": summary,
+        "family": method_class.traits.family,
+        "takes": method_class.traits.takes,
+        "default": default,
+        "traits": traits,
+        "knobs": method_class.config_class.describe(),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(getattr(v, "name", v) for v in value)
+    return value

@@ -1,0 +1,133 @@
+"""AdaKV (arXiv:2407.11550): one budget per layer, shared out over its KV heads by score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec
+from sparseengine.errors import RequestError
+from sparseengine.methods import METHODS
+from sparseengine.methods.budgets import largest_remainder, protect, top_mask
+from sparseengine.methods.families import EvictionMethod
+from sparseengine.methods.knobs import MethodConfig, knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaKVConfig(MethodConfig):
+    """Knobs of AdaKV; every other knob is passed to the scorer."""
+
+    scorer: str = knob("snapkv", "the eviction method that scores, by name")
+    alpha: float = knob(0.2, "part of the budget that every head keeps", low=0.0, high=1.0)
+    form: str = knob(
+        "floor",
+        "floor: each head's best alpha * budget tokens are safe, one threshold decides the rest; "
+        "share: head budgets are (1 - alpha) * its part of the layer's best + alpha * budget",
+        choices=("floor", "share"),
+    )
+    scorer_config: Any = field(default=None)
+
+    @classmethod
+    def from_knobs(cls, method: str, knobs: Mapping[str, Any]) -> Self:
+        own = {k: v for k, v in knobs.items() if k in cls.knob_names()}
+        rest = {k: v for k, v in knobs.items() if k not in own}
+        scorer = _scorer_class(own.get("scorer", "snapkv"))
+        inner = scorer.config_class.from_knobs(f"{method} with scorer={scorer.name}", rest)
+        return cls(**own, scorer_config=inner)
+
+
+class AdaKV(EvictionMethod):
+    """Shares a layer's budget (kv_heads * budget tokens) out over its KV heads by score.
+
+    arXiv:2407.11550, in kvpress' form by default; wraps any eviction method that scores. The total
+    is exact, so the mean row has `budget` tokens; rows of a layer differ in length. Deviations:
+    largest remainders in the `share` form (the authors' rounding misses the total); ties go to the
+    smaller position, then to the smaller head. Tensor parallelism would need the scores of all
+    heads of a layer. `query_aware` is stated for the default scorer.
+    """
+
+    name = "adakv"
+    config_class = AdaKVConfig
+    traits = Traits(
+        family="eviction",
+        sharing="chain",
+        takes="retained",
+        query_aware=True,
+        tp="reduce",
+        kinds=frozenset({LayerKind.FULL}),
+    )
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        scorer = _scorer_class(config.scorer)
+        inner = config.scorer_config or scorer.config_class()
+        self.scorer: EvictionMethod = scorer(inner, model)
+        super().__init__(config, model)
+
+    def dense_layers(self) -> frozenset[int]:
+        return self.scorer.dense_layers()
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        return self.scorer.aux()
+
+    def prefill_block(self) -> int | None:
+        return self.scorer.prefill_block()
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        return self.scorer.protected(budget)
+
+    def slack(self) -> int:
+        return self.page_size - 1
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        self.scorer.watch(at, chunk)
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        return self.scorer.score(at, chunk).expand(at.spec.kv_heads, -1)
+
+    def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
+        """fp32 [N, H, L], int64 [N, H] -> bool [N, H, L]; min(H * budget, all) are kept."""
+        shielded = protect(scores, lens, *self.protected(budget))
+        if self.config.form == "share":
+            return self._share(shielded, lens, budget)
+        floor = lens.clamp(max=int(budget * self.config.alpha))
+        safe = top_mask(shielded, floor)
+        return self._layer_top(torch.where(safe, float("inf"), shielded), lens, budget)
+
+    def _layer_top(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
+        """The layer's best kv_heads * budget slots, position by position so that ties are fair."""
+        heads = scores.shape[1]
+        flat = scores.mT.flatten(1)  # [N, L * H]
+        best = top_mask(flat, lens.sum(1).clamp(max=heads * budget))
+        return best.view(len(best), -1, heads).mT
+
+    def _share(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
+        """Head budgets from each head's part of the layer's best, then the head's own best."""
+        heads = scores.shape[1]
+        free = scores.masked_fill(scores == float("inf"), float("-inf"))  # protected ones are apart
+        forced = (scores == float("inf")).sum(2)  # [N, H]
+        room = max(0, budget - int(forced.max()))
+        best = top_mask(free.mT.flatten(1), heads * room)
+        parts = best.view(len(best), -1, heads).sum(1)  # [N, H]
+        alpha = self.config.alpha
+        counts = [
+            largest_remainder([(1 - alpha) * n + alpha * room for n in row], heads * room)
+            for row in parts.tolist()
+        ]
+        extra = torch.tensor(counts, dtype=torch.int64, device=scores.device)
+        return top_mask(scores, torch.minimum(forced + extra, lens))
+
+
+def _scorer_class(name: object) -> type[EvictionMethod]:
+    """The scored eviction method behind a name; raises `RequestError` for any other."""
+    known = "a scored eviction method, e.g. 'snapkv', 'keydiff', 'knorm' or 'random'"
+    if not isinstance(name, str) or name not in METHODS:
+        raise RequestError(f"adakv: scorer={name!r} is not allowed; it must be {known}")
+    found: type[EvictionMethod] = METHODS.get(name)
+    if not issubclass(found, EvictionMethod) or issubclass(found, AdaKV):
+        raise RequestError(f"adakv: scorer={name!r} does not score tokens; it must be {known}")
+    return found

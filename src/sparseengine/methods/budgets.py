@@ -1,0 +1,84 @@
+"""Deterministic choices under a budget. Ties: larger score first, then smaller position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def top_mask(scores: Tensor, count: int | Tensor) -> Tensor:
+    """True at the `count` largest scores along the last axis; ties go to the smaller position.
+
+    scores: float [..., L] without NaN. count: an integer, or int64 [...] with one per row, between
+    0 and L. Returns bool [..., L]. No host synchronisation when `count` is an integer.
+    """
+    length = scores.shape[-1]
+    if isinstance(count, int):
+        count = min(count, length)
+        if count <= 0:
+            return torch.zeros_like(scores, dtype=torch.bool)
+        least = scores.topk(count, dim=-1, sorted=True).values[..., -1:]
+        wanted: int | Tensor = count
+    else:
+        wanted = count[..., None]
+        ranked = scores.sort(dim=-1, descending=True).values
+        least = ranked.gather(-1, (wanted - 1).clamp(0, length - 1))
+        least = torch.where(wanted > 0, least, float("inf"))
+    above = scores > least
+    ties = scores == least
+    room = wanted - above.sum(-1, keepdim=True)
+    return above | (ties & (ties.cumsum(-1) <= room))
+
+
+def mask_to_columns(mask: Tensor, width: int) -> Tensor:
+    """Ascending indices of the True entries: bool [..., L] -> int32 [..., width], -1 pads the end.
+
+    A row must not hold more than `width` True entries. No host synchronisation.
+    """
+    rank = mask.cumsum(-1) - 1
+    target = torch.where(mask, rank, width)
+    columns = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device).expand(mask.shape)
+    out = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)
+    return out.scatter_(-1, target, columns)[..., :width]
+
+
+def split_protected(budget: int, sink: int, recent: int) -> tuple[int, int]:
+    """How many sinks and recent tokens fit a budget: sinks take at most half of it.
+
+    The rest goes to the newest tokens, so that a budget of one keeps the newest token.
+    """
+    kept_sink = min(sink, budget // 2)
+    return kept_sink, min(recent, budget - kept_sink)
+
+
+def protect(scores: Tensor, lens: Tensor, sink: int, recent: int) -> Tensor:
+    """Scores in which sinks and recent tokens always win and slots past a row always lose.
+
+    scores: [..., L]; NaN counts as the lowest score. lens: int64 [...] row lengths.
+    """
+    top = torch.finfo(scores.dtype).max
+    scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=top, neginf=-top)
+    slot = torch.arange(scores.shape[-1], device=scores.device)
+    end = lens[..., None]
+    forced = (slot < sink) | (slot >= end - recent)
+    scores = torch.where(forced, float("inf"), scores)
+    return torch.where(slot < end, scores, float("-inf"))
+
+
+def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
+    """Round non-negative shares to integers that sum to `total` exactly.
+
+    The shares are scaled to sum to `total`, rounded down, and the largest remainders (then the
+    smaller index) get the rest. All-zero shares are treated as equal ones.
+    """
+    amount = sum(shares)
+    weights = list(shares) if amount > 0 else [1.0] * len(shares)
+    amount = amount if amount > 0 else float(len(shares))
+    exact = [w * total / amount for w in weights]
+    out = [int(x) for x in exact]
+    order = sorted(range(len(out)), key=lambda i: (out[i] - exact[i], i))
+    for i in order[: total - sum(out)]:
+        out[i] += 1
+    return out

@@ -1,0 +1,276 @@
+"""The families most methods belong to. A subclass writes one or two tensor functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, SparseMethod, Traits
+from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
+from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Ragged
+from sparseengine.core.view import Keep, Selection
+from sparseengine.methods.budgets import (
+    mask_to_columns,
+    protect,
+    split_protected,
+    top_mask,
+)
+from sparseengine.methods.knobs import MethodConfig, knob
+
+
+class Method(SparseMethod):
+    """What all methods here share: the layers they act on, a cache plan, an honest demand.
+
+    default_budget, default_ratio: what a request gets that gives neither; at most one is set.
+    page_size: slots of a page in the plan; set by `make_method`.
+    """
+
+    config_class: ClassVar[type[MethodConfig]] = MethodConfig
+    ragged: ClassVar[Ragged] = Ragged.REQUEST
+    default_budget: ClassVar[int | None] = None
+    default_ratio: ClassVar[float | None] = None
+    page_size: int = 16
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        self.layers = tuple(
+            i
+            for i, spec in enumerate(model.layers)
+            if spec.kind in self.traits.kinds
+            and spec.kind is not LayerKind.RECURRENT
+            and i not in self.dense_layers()
+        )
+        self._acts = frozenset(self.layers)
+
+    def dense_layers(self) -> frozenset[int]:
+        """Layers that this configuration leaves dense."""
+        return frozenset()
+
+    def acts_on(self, layer: int) -> bool:
+        return layer in self._acts
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        """Side tensors of the layers whose kind the method acts on."""
+        return ()
+
+    def cache_plan(self) -> tuple[CacheGroup, ...]:
+        """One group per layer kind; layers of other kinds are stored plainly."""
+        groups = []
+        for kind in (LayerKind.FULL, LayerKind.LATENT, LayerKind.WINDOW):
+            layers = tuple(i for i, s in enumerate(self.model.layers) if s.kind is kind)
+            if layers and kind in self.traits.kinds:
+                groups.append(
+                    CacheGroup(
+                        layers=layers,
+                        page_size=self.page_size,
+                        ragged=self.ragged,
+                        aux=self.aux(),
+                    )
+                )
+            elif layers:
+                groups.append(CacheGroup(layers=layers, page_size=self.page_size))
+        return tuple(groups)
+
+    def mean_rows(self, acting_tokens: int, other_tokens: int) -> int:
+        """Average row length when acting layers hold one length and the other KV layers another.
+
+        Lengths are rounded up to pages before averaging: the mean then never hides a page.
+        """
+        acting = sum(self.model.layers[i].kv_heads for i in self.layers)
+        every = sum(self.model.layers[i].kv_heads for i in self.model.kv_layers)
+        if acting == every or acting_tokens == other_tokens:
+            return acting_tokens
+        page = self.page_size
+        pages = acting * -(-acting_tokens // page) + (every - acting) * -(-other_tokens // page)
+        return -(-pages * page // max(every, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvictionConfig(MethodConfig):
+    """Knobs of every scored eviction."""
+
+    sink: int = knob(4, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
+    recent: int = knob(32, "newest tokens that are always retained", low=0, high=1 << 20)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths."""
+
+    scores: Tensor
+    lens: tuple[int, ...]
+    budget: int
+
+
+class EvictionMethod(Method):
+    """Physical eviction when the prompt ends: `score` says how important each stored token is.
+
+    The budget counts all tokens retained per row right after the eviction: sinks, recent tokens and
+    the scored rest. A row that is not longer than the budget is left alone. Tokens generated later
+    are appended and not evicted. A budget below sink + recent shortens them: sinks get at most
+    half, the newest tokens the rest.
+    """
+
+    traits = Traits(family="eviction", sharing="chain", takes="retained")
+    ragged = Ragged.HEAD
+    default_ratio = 0.25
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        self._pending: dict[int, dict[int, _Pending]] = {}
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Importance of each slot of a chunk's rows: fp32 [H, Lmax], H = 1 or kv_heads."""
+        raise NotImplementedError
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        """Called for every prompt chunk before `score`, to remember what later chunks need."""
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        """Sinks and recent tokens that are retained whatever their score."""
+        return split_protected(budget, self.config.sink, self.config.recent)
+
+    def is_due(self, chunk: Chunk) -> bool:
+        """Whether this prompt chunk is followed by an eviction.
+
+        A block of `prefill_block` tokens ends at fixed positions, however the prompt is chunked.
+        """
+        block = self.prefill_block()
+        return chunk.ends_prompt or (block is not None and chunk.stop % block == 0)
+
+    def observe(self, at: LayerStep) -> None:
+        if not self.acts_on(at.layer):
+            return
+        for i, chunk in enumerate(at.plan.chunks):
+            if chunk.purpose is not Purpose.PREFILL or chunk.stop > chunk.request.prompt_len:
+                continue
+            self.watch(at, i)
+            budget = chunk.request.budget
+            if budget is None or not self.is_due(chunk):
+                continue
+            lens = at.lens(i)
+            if max(lens) > budget:
+                found = _Pending(self.score(at, i).float(), lens, budget)
+                self._pending.setdefault(chunk.request.id, {})[at.layer] = found
+
+    def evict(self, plan: StepPlan) -> Sequence[Keep]:
+        """One batched choice per (shape, budget) over all layers and requests of the step."""
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        for chunk in plan.chunks:
+            for layer, found in self._pending.pop(chunk.request.id, {}).items():
+                key = (found.scores.shape, found.budget)
+                batches.setdefault(key, []).append((chunk.request.id, layer, found))
+        keeps: list[Keep] = []
+        for ((num_heads, _), budget), items in batches.items():
+            scores = torch.stack([found.scores for _, _, found in items])  # [N, H, L]
+            rows = [_expand(found.lens, num_heads) for _, _, found in items]
+            lens = torch.tensor(rows, dtype=torch.int64, device=scores.device)
+            masks = self.retain(scores, lens, budget)
+            for (request, layer, _), lengths, mask in zip(items, rows, masks, strict=True):
+                rows_of = zip(mask.unbind(0), lengths, strict=True)
+                keeps.append(Keep(request, layer, tuple(m[:n] for m, n in rows_of)))
+        return keeps
+
+    def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
+        """Which slots stay: fp32 [N, H, L] and int64 [N, H] -> bool [N, H, L]."""
+        shielded = protect(scores, lens, *self.protected(budget))
+        return top_mask(shielded, lens.clamp(max=budget))
+
+    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
+        """Peak: the whole prompt (a block on top of the budget in block-wise eviction)."""
+        total = prompt_len + max_tokens
+        if budget is None or prompt_len <= budget:
+            return Demand(total, total)
+        block = self.prefill_block()
+        retained = budget + self.slack()
+        worst = prompt_len if block is None else min(prompt_len, retained + block)
+        steady = self.mean_rows(min(total, retained + max_tokens), total)
+        return Demand(max(self.mean_rows(worst, prompt_len), steady), steady)
+
+    def slack(self) -> int:
+        """Tokens per row that page rounding may add to the budget, where rows are ragged."""
+        return 0
+
+    def forget(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+
+def _expand(lens: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
+    """Row lengths per scored head: the cache may be coarser or finer than the scores."""
+    if len(lens) == num_heads:
+        return lens
+    if len(set(lens)) != 1:
+        raise AssertionError(f"{num_heads} score rows for rows of lengths {lens}")
+    return lens[:1] * num_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionConfig(MethodConfig):
+    """Knobs of every page selection."""
+
+    dense_layers: int = knob(2, "first layers of the model that read everything", low=0, high=4096)
+    sink_pages: int = knob(1, "first pages of a row that are always read", low=0, high=4096)
+    min_pages: int = knob(3, "pages read at least, whatever the budget", low=1, high=4096)
+
+
+class SelectionMethod(Method):
+    """Reads the pages with the highest score in each decode step; retains everything.
+
+    The budget counts tokens read per row: budget // page_size pages, never fewer than `min_pages`.
+    The open (last) page and `sink_pages` are always among them; sinks give way when there is no
+    room. A row that is not longer than the budget is read whole. Prefill is dense.
+    """
+
+    traits = Traits(family="selection", query_aware=True, decode_hooks=True, takes="read")
+    default_budget = 1024
+
+    def dense_layers(self) -> frozenset[int]:
+        return frozenset(range(self.config.dense_layers))
+
+    def score_pages(self, at: LayerStep, table: Tensor) -> Tensor:
+        """Importance of each page to this step's queries; table int32 [S, G, W] -> [S, Hkv, W].
+
+        Columns past a row's end may hold anything, NaN included.
+        """
+        raise NotImplementedError
+
+    def select(self, at: LayerStep) -> Selection | None:
+        if not self.acts_on(at.layer):
+            return None
+        page = at.page_size
+        budgets = [c.request.budget or 0 for c in at.plan.chunks]
+        if all(max(at.lens(i)) <= b for i, b in enumerate(budgets)):
+            return None
+        table, lens = at.table()  # [S, G, W], [S, G]
+        scores = self.score_pages(at, table)  # [S, H, W]
+        used = (lens.long() + page - 1) // page
+        column = torch.arange(table.shape[2], device=table.device)
+        last = used[..., None] - 1  # [S, G, 1]
+        forced = (column == last) | (
+            column < min(self.config.sink_pages, self.config.min_pages - 1)
+        )
+        scores = torch.where(forced, float("inf"), torch.nan_to_num(scores, nan=float("-inf")))
+        scores = torch.where(column <= last, scores, float("-inf"))
+        count, width = self._counts(budgets, lens, used, page)
+        width = min(width, table.shape[2])
+        count = count.expand(scores.shape[:2]).clamp(max=table.shape[2])
+        return Selection(mask_to_columns(top_mask(scores, count), width))
+
+    def _counts(
+        self, budgets: Sequence[int], lens: Tensor, used: Tensor, page: int
+    ) -> tuple[Tensor, int]:
+        """Pages to read: int64 [S, G], and an upper bound that is a host number."""
+        least = self.config.min_pages
+        width = max(max(least, -(-b // page)) for b in budgets)
+        if len(set(budgets)) == 1:
+            budget: int | Tensor = budgets[0]
+            limit: int | Tensor = max(least, budgets[0] // page)
+        else:
+            budget = torch.tensor(budgets, dtype=torch.int64, device=lens.device)[:, None]
+            limit = (budget // page).clamp(min=least)
+        capped = torch.minimum(used, torch.as_tensor(limit, device=used.device))
+        return torch.where(lens <= budget, used, capped), width

@@ -1,0 +1,100 @@
+"""SnapKV (arXiv:2404.14469): the prompt's last queries tell what the answer will attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import avg_pool1d, max_pool1d
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.specs import AuxSpec, Per
+from sparseengine.errors import RequestError
+from sparseengine.methods.budgets import split_protected
+from sparseengine.methods.families import EvictionMethod
+from sparseengine.methods.knobs import MethodConfig, knob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapKVConfig(MethodConfig):
+    """Knobs of SnapKV."""
+
+    window: int = knob(32, "observation window: last queries of the prompt", low=1, high=1024)
+    kernel: int = knob(7, "width of the pooling over positions; odd, 1 is none", low=1, high=1023)
+    pooling: str = knob("max", "how neighbours are pooled", choices=("max", "avg"))
+    sink: int = knob(4, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "sink": 0},
+            "longbench": {"window": 32, "kernel": 7, "pooling": "max", "sink": 0},
+        }
+    )
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.kernel % 2 == 0:
+            raise RequestError(f"sparse knob kernel={self.kernel} is not allowed; it must be odd")
+
+
+class SnapKV(EvictionMethod):
+    """Retains what the last `window` prompt queries attended to (arXiv:2404.14469).
+
+    One choice per KV head: fp32 softmax over all keys, mean over the window's queries, pooling over
+    positions before the window, then the mean over the head's query group. Deviations: the authors
+    choose per query head (storing K and V repeated); sinks are forced; the queries are kept in a
+    ring, so that the last chunk may be shorter than the window.
+    """
+
+    name = "snapkv"
+    config_class = SnapKVConfig
+    traits = Traits(family="eviction", sharing="chain", takes="retained", query_aware=True)
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        # The window is part of the name: instances with other windows may share the cache.
+        shape = (self.config.window, "q_heads", "head_dim")
+        ring = AuxSpec(
+            name=self._ring,
+            per=Per.REQUEST,
+            shape=shape,
+            dtype=self.model.dtype,
+            lifetime="prefill",
+        )
+        return (ring,)
+
+    @property
+    def _ring(self) -> str:
+        return f"window_queries_{self.config.window}"
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        return split_protected(budget, self.config.sink, self.config.window)
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        """Shift this chunk's queries into the ring, newest last."""
+        lo, hi = at.span(chunk)
+        ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]
+        new = at.q[max(lo, hi - self.config.window) : hi]
+        if len(new) < len(ring):
+            new = torch.cat((ring[len(new) :], new))
+        ring.copy_(new)
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Pooled mean attention of the window on each key: fp32 [Hkv, L]."""
+        seen = min(self.config.window, at.plan.chunks[chunk].stop)
+        queries = at.request_aux(self._ring, chunk)[-seen:]
+        mass = at.scores(chunk, queries) / seen  # [Hq, L]
+        lens = torch.tensor(at.lens(chunk), device=mass.device)
+        slot = torch.arange(mass.shape[1], device=mass.device)
+        before = slot < (lens - self.config.window)[:, None]  # [G, L]
+        grouped = mass.unflatten(0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]
+        return torch.where(before, self._pool(grouped).mean(1), 0.0)
+
+    def _pool(self, mass: Tensor) -> Tensor:
+        """Zeros past the window's start are what padding would be: mass is never negative."""
+        kernel = self.config.kernel
+        pool = max_pool1d if self.config.pooling == "max" else avg_pool1d
+        return pool(mass, kernel, stride=1, padding=kernel // 2)
