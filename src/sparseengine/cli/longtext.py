@@ -19,6 +19,7 @@ _WHEN = (
     "Late at night",
 )
 _WEATHER = ("rain fell on", "fog lay over", "a warm wind crossed", "snow covered", "the sun dried")
+_FATE = ("sold", "lost", "mended")
 _FEEL = ("nobody minded", "everyone was glad", "the children laughed", "few people noticed")
 
 _SHAPES: tuple[Callable[[random.Random], str], ...] = (
@@ -36,7 +37,7 @@ _SHAPES: tuple[Callable[[random.Random], str], ...] = (
     ),
     lambda r: (
         f"{r.choice(_PEOPLE)} wrote a short letter about the {r.choice(_PLACES)}; it said that "
-        f"{r.choice(_FEEL)} when the {r.choice(_THINGS)} was {r.choice(('sold', 'lost', 'mended'))}."
+        f"{r.choice(_FEEL)} when the {r.choice(_THINGS)} was {r.choice(_FATE)}."
     ),
 )
 
