@@ -131,7 +131,7 @@ def _fetch(entry: Pullable, scratch: Path, progress: bool) -> Path:
 
 def _from_hub(entry: Pullable, scratch: Path, progress: bool) -> Path:
     from huggingface_hub import hf_hub_download, hf_hub_url
-    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     url = hf_hub_url(entry.hub_repo, entry.filename, revision=entry.hub_revision)
     try:

@@ -1,0 +1,152 @@
+"""From a checkpoint to a model: names, merged weights, and no parameter left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseengine.core.specs import ModelSpec
+from sparseengine.errors import ConfigError
+from sparseengine.models import fields
+from sparseengine.nn.linear import Linear, MergedLinear
+from sparseengine.registry import Registry
+from sparseengine.weights.dummy import DummyFill
+from sparseengine.weights.source import ModelSource
+
+MODELS = Registry(
+    "model architecture",
+    {
+        "LlamaForCausalLM": "sparseengine.models.llama:LlamaForCausalLM",
+        "Qwen3ForCausalLM": "sparseengine.models.qwen3:Qwen3ForCausalLM",
+    },
+    aliases={"MistralForCausalLM": "LlamaForCausalLM"},
+)
+
+_HEAD = "lm_head.weight"
+_LISTED = 5
+
+
+def model_spec(hf_config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
+    """What the engine needs to know of a model, from its config alone.
+
+    Raises ConfigError for an architecture that is not registered (with the nearest one) and for a
+    missing or impossible field.
+    """
+    spec: ModelSpec = MODELS.get(fields.architecture(hf_config)).build_spec(hf_config, dtype)
+    return spec
+
+
+def load_model(
+    source: ModelSource,
+    spec: ModelSpec,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> nn.Module:
+    """Build the model on `device` and fill every parameter from the source.
+
+    Tensors are read one at a time, so that the host holds the model and one tensor. Raises
+    ConfigError for a parameter that the checkpoint lacks, a tensor that the model has no place for,
+    a second tensor for one place and a wrong shape; each error names the tensors.
+    """
+    if dtype is not None and dtype != spec.dtype:
+        raise ValueError(f"dtype {dtype} differs from the spec's {spec.dtype}")
+    model: nn.Module = MODELS.get(spec.architecture)(source.hf_config, spec, device=device)
+    if source.load_format == "dummy":
+        fill = DummyFill(source.seed)
+        for name, parameter in model.named_parameters():
+            fill(name, parameter.data)
+    else:
+        _Filler(model, source.name).run(source)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.prepare()
+    return model.eval()
+
+
+class _Filler:
+    """Knows the place of every checkpoint tensor in a model and which places are filled."""
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.name = name
+        self.tied = bool(model.tied)
+        self.places = _places(model)
+        self.filled: set[str] = set()
+        self.unexpected: list[str] = []
+        self.spare_head: Tensor | None = None
+
+    def run(self, source: ModelSource) -> None:
+        for name, tensor in source.tensors():
+            self._put(name, tensor)
+        missing = [name for name in self.places if name not in self.filled]
+        self._refuse(missing, "lacks", "that the model needs")
+        self._refuse(self.unexpected, "holds", "that the model has no place for")
+        self._check_spare_head()
+
+    def _put(self, name: str, tensor: Tensor) -> None:
+        if name.endswith("rotary_emb.inv_freq"):
+            return  # written by old exporters; frequencies come from the config
+        if self.tied and name == _HEAD:
+            self.spare_head = tensor
+            return
+        place = self.places.get(name)
+        if place is None:
+            self.unexpected.append(name)
+            return
+        if name in self.filled:
+            raise ConfigError(f"model {self.name!r} holds the tensor {name} twice")
+        if place.shape != tensor.shape:
+            raise ConfigError(
+                f"model {self.name!r}: tensor {name} has shape {tuple(tensor.shape)}, the config "
+                f"asks for {tuple(place.shape)}"
+            )
+        place.copy_(tensor)
+        self.filled.add(name)
+
+    def _refuse(self, names: list[str], verb: str, why: str) -> None:
+        if not names:
+            return
+        listed = ", ".join(names[:_LISTED])
+        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        hint = ""
+        if _HEAD in names and verb == "lacks":
+            hint = (
+                "; tie_word_embeddings is false in its config, so the output head must be stored "
+                "(hf_overrides={'tie_word_embeddings': True} shares it with the embedding)"
+            )
+        kind = "tensor" if len(names) == 1 else "tensors"
+        raise ConfigError(
+            f"model {self.name!r} {verb} {len(names)} {kind} {why}: {listed}{more}{hint}"
+        )
+
+    def _check_spare_head(self) -> None:
+        """A tied checkpoint may store the head as well, as long as it is the embedding."""
+        if self.spare_head is None:
+            return
+        embedding = self.places["model.embed_tokens.weight"]
+        head = self.spare_head.to(device=embedding.device, dtype=embedding.dtype)
+        if not torch.equal(head, embedding):
+            raise ConfigError(
+                f"model {self.name!r}: tie_word_embeddings is true, but {_HEAD} differs from "
+                "model.embed_tokens.weight; set hf_overrides={'tie_word_embeddings': False}"
+            )
+
+
+def _places(model: Any) -> dict[str, Tensor]:
+    """Checkpoint name -> the (part of a) parameter it fills, as a view."""
+    parts: dict[tuple[str, int], str] = {target: name for name, target in model.merged.items()}
+    places: dict[str, Tensor] = {}
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".")
+        module = modules[owner]
+        if not isinstance(module, MergedLinear):
+            places[name] = parameter.data
+            continue
+        prefix, _, own = owner.rpartition(".")
+        for part in range(len(module.parts)):
+            place = f"{prefix}.{parts[own, part]}.{leaf}"
+            places[place] = parameter.data[module.rows(part)]
+    return places

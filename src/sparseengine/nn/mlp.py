@@ -1,0 +1,33 @@
+"""Gated feed-forward block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparseengine.nn.linear import Linear, MergedLinear
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)); `intermediate_size` is rank-local."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        parts = (intermediate_size, intermediate_size)
+        self.gate_up_proj = MergedLinear(hidden_size, parts, bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
