@@ -1,0 +1,128 @@
+"""Triton backend: split-KV decode and paged prefill kernels over head pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
+from sparseengine.core.cache import CacheManager
+from sparseengine.core.plan import StepPlan
+from sparseengine.core.specs import LayerSpec
+from sparseengine.core.view import AttentionView, Segment
+from sparseengine.ops import merge_lse
+
+if TYPE_CHECKING:
+    from sparseengine.ops.triton.attention import Keys
+
+_MAX_DIM = 256  # wider rows do not fit the registers of one program
+_MIN_ARCH = (8, 0)
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LN2 = 0.6931471805599453
+
+
+class TritonBackend:
+    """The view's first `num_single` spans take the split-KV kernel, the rest the prefill kernel.
+
+    Bits depend on batch and chunking: the number of splits does.
+    """
+
+    name = "triton"
+
+    def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support:
+        layer = need.layer
+        dims = (layer.head_dim, layer.value_dim)
+        if not device.has_triton:
+            return Support(False, "Triton is not installed")
+        if device.kind != "cuda" and not device.interpreted:
+            return Support(False, "Triton kernels need a CUDA device (or TRITON_INTERPRET=1)")
+        if device.arch is not None and device.arch < _MIN_ARCH:
+            return Support(False, f"needs compute capability >= 8.0, this device has {device.arch}")
+        if need.codec:
+            return Support(False, f"reads raw pages only, not codec {need.codec}")
+        if need.deterministic:
+            return Support(False, "its bits depend on batch size: the number of splits does")
+        if need.dtype not in _DTYPES:
+            return Support(False, f"dtype {need.dtype} is not bfloat16, float16 or float32")
+        if max(dims) > _MAX_DIM:
+            return Support(False, f"head dims {dims} exceed {_MAX_DIM} channels")
+        return Support(True, f"paged Triton kernels for {need.dtype}, head dims {dims}")
+
+    def plan(self, plan: StepPlan, cache: CacheManager) -> None:
+        """Nothing to prepare: launches are sized by the view's host facts."""
+
+    def run(
+        self, q: Tensor, view: AttentionView, layer: LayerSpec, scores: Tensor | None
+    ) -> Tensor:
+        q = q if q.stride(2) == 1 else q.contiguous()
+        out = torch.empty(
+            q.shape[0], layer.q_heads, layer.value_dim, dtype=q.dtype, device=q.device
+        )
+        singles, spans = view.num_single, view.cu_q.shape[0] - 1
+        if singles:
+            self._decode(q[:singles], view, layer, out[:singles])
+        if spans > singles:
+            self._prefill(q, view, layer, out)
+        return out
+
+    def _decode(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
+        from sparseengine.ops.triton.attention import paged_decode
+
+        keys = _keys(view, layer)
+        paged_decode(q, keys, out, layer.softmax_scale, view.window, view.max_len)
+
+    def _prefill(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
+        from sparseengine.ops.triton.attention import paged_prefill
+
+        keys = _keys(view, layer)
+        scale, first = layer.softmax_scale, view.num_single
+        if len(keys) == 1:
+            paged_prefill(
+                q, keys[0], view.cu_q, out, None, scale, view.window,
+                max_q=view.max_q, first_span=first,
+            )  # fmt: skip
+            return
+        outs, lses = [], []
+        for part in keys:
+            o = torch.zeros(*out.shape, dtype=torch.float32, device=q.device)
+            lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+            paged_prefill(
+                q, part, view.cu_q, o, lse, scale, view.window, max_q=view.max_q, first_span=first
+            )
+            outs.append(o[first:])  # single spans come first and hold one query each
+            lses.append(lse[first:] * _LN2)
+        out[first:] = merge_lse(outs, lses)[0].to(out.dtype)
+
+
+def _keys(view: AttentionView, layer: LayerSpec) -> list[Keys]:
+    """The view's segments as kernels take them, each with its place in the whole row."""
+    from sparseengine.ops.triton.attention import Keys  # here: Triton may be absent
+
+    several = len(view.segments) > 1
+    lens = [s.lens.expand(-1, layer.kv_heads) for s in view.segments]
+    total = torch.stack(lens).sum(0, dtype=torch.int32) if several else None
+    base = torch.zeros_like(total) if total is not None else None
+    keys = []
+    for segment, own in zip(view.segments, lens, strict=True):
+        k = segment.payload[0][0]
+        v = k if segment.values_in_keys else segment.payload[1][0]
+        keys.append(
+            Keys(
+                k=k,
+                v=v,
+                table=_dense_columns(segment),
+                lens=segment.lens,
+                page_size=segment.page_size,
+                total=total,
+                base=base,
+            )
+        )
+        base = base + own if base is not None else None
+    return keys
+
+
+def _dense_columns(segment: Segment) -> Tensor:
+    table = segment.table
+    return table if table.stride(2) == 1 else table.contiguous()

@@ -1,0 +1,394 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# (Triton kernels take pointers and compile-time constants, which Python types cannot express.)
+"""Paged attention over ragged rows: split-KV decode, prefill, and the merge of decode splits.
+
+Both kernels see one segment of keys. `lens` are its rows' lengths; `total` and `base` place it in
+the whole row when a view has several segments (base: keys in older segments). They write
+normalised outputs with their log-sum-exp, so that segments and splits merge exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseengine.ops.triton.launch import dot_precision, multiprocessors
+
+_LOG2E = 1.4426950408889634
+_DECODE_TILE = 64  # keys per tile
+_MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
+_MAX_SPLIT_TOKENS = 2048  # longer ones let one long row set the pace of a batch
+_PROGRAMS_PER_SM = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keys:
+    """One raw segment: pools [N, Hs, P, D], table int32 [S, G, W], lens int32 [S, G].
+
+    total, base: int32 [S, Hkv] when the view has several segments, else None (lens and 0).
+    """
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    lens: Tensor
+    page_size: int
+    total: Tensor | None = None
+    base: Tensor | None = None
+
+
+def num_splits(rows: int, max_len: int, processors: int) -> int:
+    """Splits per row from host facts: enough to fill the device, none longer than the pace allows.
+
+    rows: spans x KV heads. Rows shorter than max_len use fewer (the kernel cuts by row length).
+    """
+    fill = -(-_PROGRAMS_PER_SM * processors // max(rows, 1))
+    pace = -(-max_len // _MAX_SPLIT_TOKENS)
+    useful = -(-max_len // _MIN_SPLIT_TOKENS)
+    return max(1, min(max(fill, pace), useful, 128))
+
+
+@triton.jit
+def _row_place(
+    lens,
+    total,
+    base,
+    span,
+    head,
+    row,
+    lens_ss,
+    lens_sg,
+    KV_HEADS: tl.constexpr,
+    MULTI: tl.constexpr,
+):
+    """(keys of this segment, keys of the whole row, keys before this segment)."""
+    length = tl.load(lens + span * lens_ss + row * lens_sg)
+    if MULTI:
+        return (
+            length,
+            tl.load(total + span * KV_HEADS + head),
+            tl.load(base + span * KV_HEADS + head),
+        )
+    else:
+        return length, length, 0
+
+
+@triton.jit
+def _decode_kernel(
+    q, k, v, table, lens, total, base, out, lse,
+    scale, window, splits, first_split, all_splits,
+    q_st, q_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp, table_ss, table_sg, lens_ss, lens_sg,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One split of one row for its query group. out [S, Hq, splits, Dv], lse [S, Hq, splits]."""
+    span, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
+    split = tl.program_id(1)
+    row = head if ROW_PER_HEAD else 0
+    length, whole, before = _row_place(
+        lens, total, base, span, head, row, lens_ss, lens_sg, KV_HEADS, MULTI
+    )
+    start = 0
+    if WINDOW:
+        start = tl.minimum(tl.maximum(whole - window - before, 0), length)
+    size = tl.cdiv(tl.cdiv(length - start, splits), BLOCK_N) * BLOCK_N
+    size = tl.maximum(size, MIN_SPLIT)
+    lo = start + split * size
+    hi = tl.minimum(lo + size, length)
+
+    g, d, dv = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    heads = head * GROUP + g
+    to = (span * KV_HEADS * GROUP + heads) * all_splits + first_split + split
+    if lo >= hi:
+        # An empty split says so in its lse; its output stays unwritten and is never read.
+        tl.store(lse + to, tl.full([BLOCK_G], float("-inf"), tl.float32), mask=g < GROUP)
+    else:
+        x = tl.load(
+            q + span * q_st + heads[:, None] * q_sh + d[None, :],
+            mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        table += span * table_ss + row * table_sg
+        if POOL_HEADS:
+            k += head * k_sh
+            v += head * v_sh
+        peak = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_G], tl.float32)
+        acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
+        for n0 in range(lo, hi, BLOCK_N):
+            n = n0 + tl.arange(0, BLOCK_N)
+            ok = n < hi
+            page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
+            k_at = page * k_sn + (n % PAGE) * k_sp
+            v_at = page * v_sn + (n % PAGE) * v_sp
+            keys = tl.load(
+                k + k_at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
+            )
+            values = tl.load(
+                v + v_at[:, None] + dv[None, :], mask=ok[:, None] & (dv < VDIM)[None, :], other=0.0
+            )
+            s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale  # log2 units
+            s = tl.where(ok[None, :], s, float("-inf"))
+            new = tl.maximum(peak, tl.max(s, 1))  # finite: a tile has at least one key
+            p = tl.exp2(s - new[:, None])
+            alpha = tl.exp2(peak - new)
+            norm = norm * alpha + tl.sum(p, 1)
+            acc = tl.dot(
+                p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION
+            )
+            peak = new
+        acc = acc / norm[:, None]
+        tl.store(lse + to, peak + tl.log2(norm), mask=g < GROUP)
+        tl.store(
+            out + to[:, None] * VDIM + dv[None, :], acc.to(out.dtype.element_ty),
+            mask=(g < GROUP)[:, None] & (dv < VDIM)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_kernel(
+    part, lse, out, splits, out_st, out_sh,
+    Q_HEADS: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one (span, query head). An empty row becomes zeros."""
+    row = tl.program_id(0).to(tl.int64)
+    kk, dv = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    peak = float("-inf")
+    norm = 0.0
+    acc = tl.zeros([BLOCK_V], tl.float32)
+    for k0 in range(0, splits, BLOCK_K):
+        k = k0 + kk
+        x = tl.load(lse + row * splits + k, mask=k < splits, other=float("-inf"))
+        used = x > float("-inf")
+        new = tl.maximum(peak, tl.max(x, 0))
+        base = tl.where(new > float("-inf"), new, 0.0)
+        weight = tl.exp2(x - base)
+        alpha = tl.exp2(peak - base)
+        y = tl.load(
+            part + (row * splits + k)[:, None] * VDIM + dv[None, :],
+            mask=used[:, None] & (dv < VDIM)[None, :], other=0.0,
+        )  # fmt: skip
+        acc = acc * alpha + tl.sum(weight[:, None] * y, 0)
+        norm = norm * alpha + tl.sum(weight, 0)
+        peak = new
+    acc = acc / tl.where(norm > 0, norm, 1.0)
+    at = (row // Q_HEADS) * out_st + (row % Q_HEADS) * out_sh + dv
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=dv < VDIM)
+
+
+def paged_decode(
+    q: Tensor, segments: list[Keys], out: Tensor, scale: float, window: int | None, max_len: int
+) -> None:
+    """One query per span: q [S, Hq, D] over its rows, into out [S, Hq, Dv] (every element written).
+
+    max_len: host bound of the rows' length. Splits of all segments share one merge.
+    """
+    spans, q_heads, _ = q.shape
+    if spans == 0:
+        return
+    value_dim, splits = out.shape[2], []
+    for keys in segments:
+        rows = spans * _kv_heads(keys)
+        longest = min(max_len, keys.table.shape[2] * keys.page_size)
+        splits.append(num_splits(rows, longest, multiprocessors(q.device)))
+    total = sum(splits)
+    part = torch.empty(spans, q_heads, total, value_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(spans, q_heads, total, dtype=torch.float32, device=q.device)
+    first = 0
+    for keys, count in zip(segments, splits, strict=True):
+        _launch_decode(q, keys, part, lse, scale, window, count, first)
+        first += count
+    _merge_kernel[(spans * q_heads,)](
+        part, lse, out, total, *out.stride()[:2], Q_HEADS=q_heads, VDIM=value_dim,
+        BLOCK_V=triton.next_power_of_2(value_dim),
+        BLOCK_K=min(16, triton.next_power_of_2(total)), num_warps=1 if total <= 4 else 4,
+    )  # fmt: skip
+
+
+def _kv_heads(keys: Keys) -> int:
+    return max(keys.table.shape[1], keys.k.shape[1])
+
+
+def _launch_decode(
+    q: Tensor, keys: Keys, part: Tensor, lse: Tensor, scale: float, window: int | None,
+    splits: int, first: int,
+) -> None:  # fmt: skip
+    spans, q_heads, dim = q.shape
+    kv_heads, value_dim = _kv_heads(keys), part.shape[3]
+    group = q_heads // kv_heads
+    _decode_kernel[(spans * kv_heads, splits)](
+        q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, part, lse,
+        scale * _LOG2E, window or 0, splits, first, part.shape[2],
+        *q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
+        *keys.table.stride()[:2], *keys.lens.stride(),
+        KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
+        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
+        PAGE=keys.page_size, BLOCK_N=_DECODE_TILE, MIN_SPLIT=_MIN_SPLIT_TOKENS,
+        ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
+        MULTI=keys.total is not None, WINDOW=window is not None,
+        PRECISION=dot_precision(q.dtype), num_warps=4, num_stages=3,
+    )  # fmt: skip
+
+
+@triton.jit
+def _prefill_tile(
+    x, k, v, table, n0, bound, visible, first_seen, peak, norm, acc, scale,
+    k_sn, k_sp, v_sn, v_sp,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys for one tile of queries; online softmax in log2 units."""
+    n = n0 + tl.arange(0, BLOCK_N)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    ok = n < bound
+    page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
+    k_at = page * k_sn + (n % PAGE) * k_sp
+    v_at = page * v_sn + (n % PAGE) * v_sp
+    if MASKED or DIM != BLOCK_D:
+        keys = tl.load(
+            k + k_at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
+        )
+    else:
+        keys = tl.load(k + k_at[:, None] + d[None, :])
+    s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
+    if MASKED:
+        seen = (n[None, :] < visible[:, None]) & (n[None, :] >= first_seen[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(peak, tl.max(s, 1))
+    ref = new
+    if MASKED:
+        ref = tl.where(new == float("-inf"), 0.0, new)  # a query may see nothing of a tile
+    p = tl.exp2(s - ref[:, None])
+    alpha = tl.exp2(peak - ref)
+    norm = norm * alpha + tl.sum(p, 1)
+    if MASKED or VDIM != BLOCK_V:
+        values = tl.load(
+            v + v_at[:, None] + dv[None, :], mask=ok[:, None] & (dv < VDIM)[None, :], other=0.0
+        )
+    else:
+        values = tl.load(v + v_at[:, None] + dv[None, :])
+    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    return new, norm, acc
+
+
+@triton.jit
+def _prefill_kernel(
+    q, k, v, table, lens, total, base, cu_q, out, lse, scale, window, first_span,
+    q_st, q_sh, o_st, o_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp,
+    table_ss, table_sg, lens_ss, lens_sg,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
+    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of BLOCK_M (query, head of the group) pairs of one span and one KV head.
+
+    Pair m is query m // GROUP, head m % GROUP: a tile reads each key once for the whole group.
+    """
+    span = (tl.program_id(2) + first_span).to(tl.int64)
+    head = tl.program_id(1)
+    row = head if ROW_PER_HEAD else 0
+    q0 = tl.load(cu_q + span)
+    queries = tl.load(cu_q + span + 1) - q0
+    tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest first
+    if tile < queries * GROUP:
+        length, whole, before = _row_place(
+            lens, total, base, span, head, row, lens_ss, lens_sg, KV_HEADS, MULTI
+        )
+        m = tile + tl.arange(0, BLOCK_M)
+        real = m < queries * GROUP
+        i = m // GROUP
+        token, heads = (q0 + i).to(tl.int64), head * GROUP + m % GROUP
+        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        x = tl.load(
+            q + (token * q_st + heads * q_sh)[:, None] + d[None, :],
+            mask=real[:, None] & (d < DIM)[None, :], other=0.0,
+        )  # fmt: skip
+        # Keys of this segment that query i sees: [first_seen, visible)
+        visible = tl.minimum(whole - queries + i + 1 - before, length)
+        first_seen = tl.zeros([BLOCK_M], tl.int32)
+        last = tl.minimum(tile + BLOCK_M, queries * GROUP) - 1
+        end = tl.minimum(whole - queries + last // GROUP + 1 - before, length)
+        full = tl.minimum(whole - queries + tile // GROUP + 1 - before, length)
+        full = tl.maximum(full, 0) // BLOCK_N * BLOCK_N
+        start = 0
+        if WINDOW:
+            first_seen = whole - queries + i + 1 - before - window
+            start = whole - queries + tile // GROUP + 1 - before - window
+            start = tl.maximum(start, 0) // BLOCK_N * BLOCK_N
+            full = start
+        table += span * table_ss + row * table_sg
+        if POOL_HEADS:
+            k += head * k_sh
+            v += head * v_sh
+        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+        for n0 in range(start, full, BLOCK_N):
+            peak, norm, acc = _prefill_tile(
+                x, k, v, table, n0, length, visible, first_seen, peak, norm, acc, scale,
+                k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N,
+                False, PRECISION,
+            )  # fmt: skip
+        for n0 in range(full, end, BLOCK_N):
+            peak, norm, acc = _prefill_tile(
+                x, k, v, table, n0, end, visible, first_seen, peak, norm, acc, scale,
+                k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N,
+                True, PRECISION,
+            )  # fmt: skip
+        safe = tl.where(norm > 0, norm, 1.0)
+        acc = acc / safe[:, None]
+        at = token * o_st + heads * o_sh
+        tl.store(
+            out + at[:, None] + dv[None, :], acc.to(out.dtype.element_ty),
+            mask=real[:, None] & (dv < VDIM)[None, :],
+        )  # fmt: skip
+        if MULTI:
+            value = tl.where(norm > 0, peak + tl.log2(safe), float("-inf"))
+            tl.store(lse + token * KV_HEADS * GROUP + heads, value, mask=real)
+
+
+def paged_prefill(
+    q: Tensor,
+    keys: Keys,
+    cu_q: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    scale: float,
+    window: int | None,
+    *,
+    max_q: int,
+    first_span: int = 0,
+) -> None:
+    """Spans first_span.. of q [T, Hq, D] over one segment, into out [T, Hq, Dv].
+
+    cu_q: int32 [S + 1]. Causal, bottom-right. lse: fp32 [T, Hq] in log2 units, wanted when the view
+    has several segments; -inf and an output of 0 where a query sees nothing of this segment.
+    """
+    q_heads, dim = q.shape[1:]
+    value_dim, kv_heads = out.shape[2], _kv_heads(keys)
+    group, spans = q_heads // kv_heads, cu_q.shape[0] - 1 - first_span
+    if spans <= 0 or max_q == 0:
+        return
+    wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
+    block_m = 64 if wide or max_q * group <= 64 else 128
+    _prefill_kernel[(triton.cdiv(max_q * group, block_m), kv_heads, spans)](
+        q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, cu_q, out, lse,
+        scale * _LOG2E, window or 0, first_span,
+        *q.stride()[:2], *out.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
+        *keys.table.stride()[:2], *keys.lens.stride(),
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)), PAGE=keys.page_size,
+        BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
+        ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
+        MULTI=keys.total is not None, WINDOW=window is not None, PRECISION=dot_precision(q.dtype),
+        num_warps=8 if block_m == 128 else 4, num_stages=2 if wide else 3,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Kernels against their twins on the CPU; run by tests/unit/test_kernels.py, which sets
+TRITON_INTERPRET=1 in a process of its own: Triton reads it when it is first imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_checks import (
+    Shape,
+    check_attention,
+    check_compact,
+    check_copy_pages,
+    check_pages,
+    check_store,
+    check_window_scores,
+    seeded_and_poisoned,
+)
+
+F32, F16 = torch.float32, torch.float16  # the interpreter's dot misreads bfloat16
+SHAPES = [
+    Shape(layout="head", page=16),
+    Shape(layout="shared", page=4, group=1, dim=24),
+    Shape(layout="picked", page=1, group=3, heads=3),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    with seeded_and_poisoned(7):
+        yield
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_store(shape: Shape) -> None:
+    check_store(shape, 13, F32, "cpu")
+
+
+def test_store_of_many_tokens() -> None:
+    check_store(Shape(layout="head", dim=4, heads=1), 2050, F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("keep", [0.4, 1.0, 0.0])
+def test_compact(shape: Shape, keep: float) -> None:
+    check_compact(shape, [37, 0, 90], keep, F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_copy_pages(shape: Shape) -> None:
+    check_copy_pages(shape, F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_window_scores(shape: Shape, reduce: str) -> None:
+    lens = [150] if shape.layout == "shared" else [150, 70, 6][: shape.heads]
+    check_window_scores(shape, lens, 8, reduce, F32, "cpu")
+
+
+def test_window_scores_of_rows_shorter_than_the_window() -> None:
+    check_window_scores(SHAPES[0], [3, 40], 8, "sum", F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_page_summaries(shape: Shape) -> None:
+    check_pages(shape, 2, 5, F32, "cpu")
+
+
+def _lens(shape: Shape, lens: list[list[int]]) -> list[list[int]]:
+    return [row[:1] if shape.layout == "shared" else row[: shape.heads] for row in lens]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 30])
+def test_decode(shape: Shape, window: int | None) -> None:
+    lens = _lens(shape, [[600, 20, 1], [0, 0, 0], [65, 0, 64]])
+    check_attention(shape, [1, 1, 1], [lens], F32, "cpu", window)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("window", [None, 30])
+def test_prefill_beside_decode(shape: Shape, window: int | None) -> None:
+    lens = _lens(shape, [[70, 20, 1], [40, 40, 40], [150, 90, 23], [5, 5, 5]])
+    check_attention(shape, [1, 40, 23, 5], [lens], F32, "cpu", window)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+def test_segments(window: int | None) -> None:
+    shape = SHAPES[0]
+    old, new = [[40, 3], [64, 0], [0, 7]], [[5, 5], [9, 9], [30, 30]]
+    check_attention(shape, [1, 9, 30], [old, new], F32, "cpu", window)
+
+
+def test_latent_values_are_a_prefix_of_the_keys() -> None:
+    shape = Shape(layout="head", heads=1, group=8, dim=24, value_dim=16)
+    check_attention(shape, [1, 7], [[[33], [40]]], F32, "cpu", latent=True)
+
+
+def test_values_narrower_than_keys() -> None:
+    check_attention(Shape(dim=32, value_dim=16), [1, 20], [[[90, 8], [20, 35]]], F32, "cpu")
+
+
+def test_half_precision() -> None:
+    check_attention(Shape(dim=64, group=8), [1, 20], [[[90, 8], [20, 35]]], F16, "cpu")

@@ -1,0 +1,256 @@
+"""Checks of the Triton kernels against their plain-torch twins, on any device.
+
+`interpreted_kernels.py` runs them on the CPU under TRITON_INTERPRET=1 at tiny shapes (spawned by
+tests/unit/test_kernels.py); `test_kernels_native.py` runs them on a CUDA device. Inputs are fresh
+random draws, slots that hold no token are NaN, outputs are poisoned before the kernel runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparseengine.attention.reference import ReferenceBackend
+from sparseengine.attention.triton import TritonBackend
+from sparseengine.core.specs import LayerKind, LayerSpec
+from sparseengine.core.view import AttentionView, Segment
+from sparseengine.ops import reference
+from sparseengine.ops import triton as kernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
+
+
+@contextmanager
+def seeded_and_poisoned(seed: int) -> Iterator[None]:
+    """A fixed seed, and NaN in whatever `torch.empty` returns: unwritten outputs show."""
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """kv heads, query heads per KV head, head dim, page size, layout of tables and pools.
+
+    layout: "shared" (G = 1, Hs = H), "head" (G = H, Hs = 1), "picked" (G = H, Hs = H).
+    """
+
+    heads: int = 2
+    group: int = 4
+    dim: int = 16
+    page: int = 16
+    layout: str = "head"
+    value_dim: int = 0
+
+    @property
+    def dv(self) -> int:
+        return self.value_dim or self.dim
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def assert_close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    assert torch.isfinite(got).all(), "unwritten or poisoned output"
+    error = relative_error(got, want)
+    assert error <= TOLERANCE[dtype], f"relative error {error:.2e} in {dtype}"
+
+
+class Rows:
+    """Rows of given lengths in freshly drawn, NaN-poisoned pools."""
+
+    def __init__(
+        self, shape: Shape, lens: list[list[int]], dtype: torch.dtype, device: str, dims: list[int]
+    ) -> None:
+        groups = len(lens[0])
+        page, width = shape.page, max(1, max(-(-n // shape.page) for row in lens for n in row))
+        num_pages = len(lens) * groups * width + 3
+        inner = 1 if shape.layout == "head" else shape.heads
+        self.pools = [
+            torch.full((num_pages, inner, page, d), float("nan"), dtype=dtype, device=device)
+            for d in dims
+        ]
+        free = torch.randperm(num_pages).tolist()
+        self.table = torch.randint(0, num_pages, (len(lens), groups, width), dtype=torch.int32)
+        for s, row in enumerate(lens):
+            for g, n in enumerate(row):
+                pages = torch.tensor([free.pop() for _ in range(-(-n // page))], dtype=torch.int64)
+                self.table[s, g, : len(pages)] = pages.int()
+                at = torch.arange(n)
+                for pool in self.pools:
+                    head = slice(None) if groups == 1 else (0 if inner == 1 else g)
+                    size = (n, inner, pool.shape[3]) if groups == 1 else (n, pool.shape[3])
+                    values = torch.randn(size, device=device).to(dtype)
+                    pool[pages[at // page].to(device), head, (at % page).to(device)] = values
+        self.table = self.table.to(device)
+        self.lens = torch.tensor(lens, dtype=torch.int32, device=device)
+
+
+def spans_view(
+    shape: Shape,
+    queries: list[int],
+    lens: list[list[list[int]]],
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
+    values_in_keys: bool = False,
+) -> AttentionView:
+    """A view of len(lens) segments; lens[segment][span] has one length per row group."""
+    dims = [shape.dim] if values_in_keys else [shape.dim, shape.dv]
+    segments = []
+    for per_span in lens:
+        rows = Rows(shape, per_span, dtype, device, dims)
+        segments.append(
+            Segment(
+                payload=tuple((pool,) for pool in rows.pools),
+                codec=(),
+                values_in_keys=values_in_keys,
+                table=rows.table,
+                lens=rows.lens,
+                page_size=shape.page,
+            )
+        )
+    cu_q = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    singles = next((i for i, n in enumerate(queries) if n != 1), len(queries))
+    longest = max(
+        sum(part[s][min(g, len(part[s]) - 1)] for part in lens)
+        for s in range(len(queries))
+        for g in range(shape.heads)
+    )
+    return AttentionView(tuple(segments), cu_q, window, singles, max(queries), max(longest, 1))
+
+
+def layer_of(shape: Shape, window: int | None = None, latent: bool = False) -> LayerSpec:
+    kind = LayerKind.LATENT if latent else LayerKind.WINDOW if window else LayerKind.FULL
+    return LayerSpec(
+        kind=kind,
+        q_heads=shape.heads * shape.group,
+        kv_heads=shape.heads,
+        head_dim=shape.dim,
+        value_dim=shape.dv,
+        window=window,
+    )
+
+
+def check_attention(
+    shape: Shape,
+    queries: list[int],
+    lens: list[list[list[int]]],
+    dtype: torch.dtype,
+    device: str,
+    window: int | None = None,
+    latent: bool = False,
+) -> None:
+    view = spans_view(shape, queries, lens, dtype, device, window, latent)
+    layer = layer_of(shape, window, latent)
+    q = torch.randn(sum(queries), layer.q_heads, shape.dim, device=device).to(dtype)
+    want = ReferenceBackend().run(q.float(), view, layer, None)
+    got = TritonBackend().run(q, view, layer, None)
+    assert_close(got, want, dtype)
+    again = TritonBackend().run(q, view, layer, None)
+    assert torch.equal(got, again), "two runs of one view differ: a race"
+
+
+def check_store(shape: Shape, tokens: int, dtype: torch.dtype, device: str) -> None:
+    groups = 1 if shape.layout == "shared" else shape.heads
+    inner = 1 if shape.layout == "head" else shape.heads
+    num_pages = groups * (tokens // shape.page + 2)
+    slots = torch.stack(
+        [torch.randperm(num_pages // groups * shape.page)[:tokens] for _ in range(groups)]
+    )
+    if inner == 1:
+        slots += (torch.arange(groups) * (num_pages // groups) * shape.page)[:, None]
+    slots[:, ::5] = -1
+    slots = slots.to(device)
+    dims = [shape.dim, shape.dv]
+    values = [torch.randn(tokens, shape.heads, d, device=device).to(dtype) for d in dims]
+    pools = [torch.randn(num_pages, inner, shape.page, d, device=device).to(dtype) for d in dims]
+    twins = [p.clone() for p in pools]
+    kernels.store(pools, values, slots)
+    reference.store(twins, values, slots)
+    for pool, twin in zip(pools, twins, strict=True):
+        assert torch.equal(pool, twin)
+
+
+def check_compact(
+    shape: Shape, lens: list[int], keep: float, dtype: torch.dtype, device: str
+) -> None:
+    """Pools of several widths and dtypes move together; kept slots equal the twin's bit for bit."""
+    inner = 1 if shape.layout == "head" else shape.heads
+    width, page = max(-(-n // shape.page) for n in lens), shape.page
+    num_pages = len(lens) * width + 2
+    table = (
+        torch.randperm(num_pages)[: len(lens) * width].reshape(len(lens), width).int().to(device)
+    )
+    mask = torch.rand(len(lens), max(lens)) < keep
+    mask &= torch.arange(max(lens)) < torch.tensor(lens)[:, None]
+    mask = mask.to(device)
+    head = (num_pages, inner, page)
+    pools = [
+        torch.randn(*head, shape.dim, device=device).to(dtype),
+        torch.randn(*head, shape.dv, device=device).to(dtype),
+        torch.randn(*head, device=device),
+        torch.randint(0, 1000, (*head, 2, 3), device=device),
+    ]
+    twins = [p.clone() for p in pools]
+    kernels.compact(pools, table, mask)
+    reference.compact(twins, table, mask)
+    kept = mask.sum(1)
+    for row in range(len(lens)):
+        at = torch.arange(int(kept[row]), device=device)
+        for pool, twin in zip(pools, twins, strict=True):
+            pages = table[row, at // page].long()
+            assert torch.equal(pool[pages, :, at % page], twin[pages, :, at % page])
+
+
+def check_copy_pages(shape: Shape, dtype: torch.dtype, device: str) -> None:
+    pools = [torch.randn(40, shape.heads, shape.page, d, device=device).to(dtype) for d in (8, 72)]
+    pools.append(torch.randint(0, 99, (40, 3), device=device))
+    twins = [p.clone() for p in pools]
+    ids = torch.randperm(40, device=device)
+    kernels.copy_pages(pools, ids[:11], ids[11:22])
+    reference.copy_pages(twins, ids[:11], ids[11:22])
+    for pool, twin in zip(pools, twins, strict=True):
+        assert torch.equal(pool, twin)
+
+
+def check_window_scores(
+    shape: Shape, lens: list[int], window: int, reduce: str, dtype: torch.dtype, device: str
+) -> None:
+    rows = Rows(shape, [lens], dtype, device, [shape.dim])
+    q = torch.randn(window, shape.heads * shape.group, shape.dim, device=device).to(dtype)
+    args = (rows.pools[0], rows.table[0], rows.lens[0], max(lens) + 5, shape.dim**-0.5, reduce)
+    got, want = kernels.window_scores(q, *args), reference.window_scores(q, *args)
+    assert_close(got, want, torch.float32 if dtype == torch.float32 else torch.float16)
+    assert torch.equal(got, kernels.window_scores(q, *args)), "two runs differ: a race"
+    past = torch.arange(max(lens) + 5, device=device) >= rows.lens[0].max()
+    assert (got[:, past] == 0).all()
+
+
+def check_pages(shape: Shape, spans: int, width: int, dtype: torch.dtype, device: str) -> None:
+    """Bounds are exact; scores are close, and never below the largest q.k of the page."""
+    groups = 1 if shape.layout == "shared" else shape.heads
+    inner = 1 if shape.layout == "head" else shape.heads
+    num_pages = spans * groups * width + 1
+    k = torch.randn(num_pages, inner, shape.page, shape.dim, device=device).to(dtype)
+    pages = torch.randperm(num_pages, device=device)
+    low = torch.full((num_pages, inner, shape.dim), float("nan"), dtype=dtype, device=device)
+    high = low.clone()
+    kernels.page_bounds(k, pages, low, high)
+    assert torch.equal(low, k.amin(2))
+    assert torch.equal(high, k.amax(2))
+    table = pages[1:].reshape(spans, groups, width).int()
+    q = torch.randn(spans, shape.heads * shape.group, shape.dim, device=device).to(dtype)
+    got = kernels.page_scores(q, low, high, table, shape.group)
+    assert_close(got, reference.page_scores(q, low, high, table, shape.group), dtype)
