@@ -1,0 +1,76 @@
+"""What a benchmark leaves behind: the machine, raw samples, aggregates, a table, a JSON line."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Spread(NamedTuple):
+    """Median and the 10th and 90th percentile of samples in one unit."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        if len(samples) == 1:
+            return cls(samples[0], samples[0], samples[0])
+        tenths = statistics.quantiles(samples, n=10, method="inclusive")
+        return cls(statistics.median(samples), tenths[0], tenths[-1])
+
+
+def machine() -> dict[str, Any]:
+    """Facts about where the run happened."""
+    import torch
+    import transformers
+
+    from sparseengine import __version__
+
+    facts: dict[str, Any] = {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join(["sparseengine", *sys.argv[1:]]),
+        "sparseengine": __version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name(0)
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def write_artefacts(
+    folder: Path,
+    info: Mapping[str, Any],
+    raw: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """run_info.json (machine, command, config), raw.jsonl (every sample), aggregate.json (rows)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run_info.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
+    lines = "".join(json.dumps(sample) + "\n" for sample in raw)
+    (folder / "raw.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "aggregate.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
