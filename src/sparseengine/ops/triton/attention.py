@@ -19,10 +19,25 @@ from torch import Tensor
 from sparseengine.ops.triton.launch import dot_precision, multiprocessors
 
 _LOG2E = 1.4426950408889634
-_DECODE_TILE = 64  # keys per tile
 _MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
 _MAX_SPLIT_TOKENS = 2048  # longer ones let one long row set the pace of a batch
 _PROGRAMS_PER_SM = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Launch shape of a kernel: keys (and query-head pairs) per tile, warps, pipeline stages."""
+
+    keys: int
+    pairs: int = 16
+    warps: int = 4
+    stages: int = 3
+
+
+DECODE = Tuning(keys=64)
+PREFILL = Tuning(keys=64, pairs=128, warps=8)
+PREFILL_WIDE = Tuning(keys=32, pairs=64, stages=2)  # fp32, or more than 128 channels
+PREFILL_SHORT = Tuning(keys=64, pairs=64)  # spans of few queries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +245,10 @@ def _launch_decode(
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        PAGE=keys.page_size, BLOCK_N=_DECODE_TILE, MIN_SPLIT=_MIN_SPLIT_TOKENS,
+        PAGE=keys.page_size, BLOCK_N=DECODE.keys, MIN_SPLIT=_MIN_SPLIT_TOKENS,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
         MULTI=keys.total is not None, WINDOW=window is not None,
-        PRECISION=dot_precision(q.dtype), num_warps=4, num_stages=3,
+        PRECISION=dot_precision(q.dtype), num_warps=DECODE.warps, num_stages=DECODE.stages,
     )  # fmt: skip
 
 
@@ -379,16 +394,16 @@ def paged_prefill(
     if spans <= 0 or max_q == 0:
         return
     wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
-    block_m = 64 if wide or max_q * group <= 64 else 128
-    _prefill_kernel[(triton.cdiv(max_q * group, block_m), kv_heads, spans)](
+    tuning = PREFILL_WIDE if wide else PREFILL_SHORT if max_q * group <= 64 else PREFILL
+    _prefill_kernel[(triton.cdiv(max_q * group, tuning.pairs), kv_heads, spans)](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, cu_q, out, lse,
         scale * _LOG2E, window or 0, first_span,
         *q.stride()[:2], *out.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)), PAGE=keys.page_size,
-        BLOCK_M=block_m, BLOCK_N=32 if wide else 64,
+        BLOCK_M=tuning.pairs, BLOCK_N=tuning.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
         MULTI=keys.total is not None, WINDOW=window is not None, PRECISION=dot_precision(q.dtype),
-        num_warps=8 if block_m == 128 else 4, num_stages=2 if wide else 3,
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -121,9 +123,7 @@ def window_scores(
     window, q_heads, dim = q.shape
     kv_heads = max(table.shape[0], k_pool.shape[1])
     group = q_heads // kv_heads
-    q, q_st, q_sh = (
-        (q, *q.stride()[:2]) if q.stride(2) == 1 else (q.contiguous(), q_heads * dim, dim)
-    )
+    q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(q_heads, max_len, dtype=torch.float32, device=q.device)
     if max_len == 0:
         return out
@@ -132,8 +132,8 @@ def window_scores(
     wanted = triton.cdiv(4 * multiprocessors(q.device), kv_heads * tiles)
     splits = max(1, min(wanted, 64, triton.cdiv(max_len, 4 * block_n)))
     part = torch.empty(kv_heads, splits, group * window, dtype=torch.float32, device=q.device)
-    strides = (q_st, q_sh, *k_pool.stride()[:3], table.stride(0), lens.stride(0))
-    shape = {
+    strides = (*q.stride()[:2], *k_pool.stride()[:3], table.stride(0), lens.stride(0))
+    shape: dict[str, Any] = {
         "GROUP": group,
         "PAGE": k_pool.shape[2],
         "DIM": dim,
