@@ -207,7 +207,7 @@ def bench_sdpa(bench: Bench, context: int) -> None:
         torch.nn.attention.SDPBackend.CUDNN_ATTENTION,
         torch.nn.attention.SDPBackend.FLASH_ATTENTION,
     ):
-        with torch.nn.attention.sdpa_kernel(backend):
+        with torch.nn.attention.sdpa_kernel(backend):  # type: ignore[no-untyped-call]
             call = lambda: attend(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
             name = f"torch SDPA {backend.name[:5].lower()} {context}"
             bench.add(name, [call], 4 * context * HEADS * DIM, None, flop)
