@@ -1,0 +1,204 @@
+"""How much memory a request may count on, in head pages, before it is let in.
+
+A method tells only its `Demand`; the cache turns tokens into pages. What an admitted request is
+charged:
+
+    in prefill   the worst of the prompt's peak and of what decoding will take
+    decoding     steady: what is retained plus the output (all of it, or `reserve_output_tokens`)
+    n > 1        each sibling its own output and open pages; the prompt's full pages once per family
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from sparseengine.config import SchedulerConfig
+from sparseengine.core.cache import CacheManager
+from sparseengine.core.method import SparseMethod
+from sparseengine.core.plan import Chunk, Demand, Purpose, Request
+from sparseengine.errors import CapacityError
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """An admitted request: its charge, and where it stands.
+
+    num_forks, fork_pages: siblings that will fork it when its prompt is done, and pages kept for
+    them. family: the tickets that share its prompt's pages; the first of them is charged for
+    `shared_pages`, the others are not.
+    """
+
+    request: Request
+    method: SparseMethod
+    charge_pages: int
+    num_forks: int = 0
+    fork_pages: int = 0
+    is_steady: bool = False
+    shared_pages: int = 0
+    family: list[Ticket] = field(default_factory=list)
+    replays: deque[tuple[int, ...]] = field(default_factory=deque)
+    _planned: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def decodes(self) -> bool:
+        """Its next chunk is a DECODE of one token."""
+        request = self.request
+        if self.replays or request.in_prefill:
+            return False
+        return request.computed == len(request.tokens) - 1 or self.method.traits.decode_hooks
+
+    def decode_chunk(self) -> Chunk:
+        request = self.request
+        at = request.computed
+        samples = at == len(request.tokens) - 1
+        return Chunk(request, (request.tokens[at],), at, Purpose.DECODE, samples)
+
+    def chunk_tokens(self, left: int, budget: int) -> int:
+        """Tokens of the next prefill or replay chunk; more than `left` when it must run whole.
+
+        A chunk ends at the prompt's end, at a multiple of the method's block, or at `left` tokens.
+        Tokens that a preempted request had generated are a run of their own.
+        """
+        if self.replays:
+            return len(self.replays[0])
+        request, start = self.request, self.request.computed
+        end = request.prompt_len if request.in_prefill else len(request.tokens)
+        if request.in_prefill and self.method.traits.prefill_policy == "long_bs1full_short_batch":
+            return end - start
+        block = self.method.prefill_block()
+        if block and request.in_prefill:
+            end = min(end, (start // block + 1) * block)
+        return min(left, end - start)
+
+    def planned_replays(self) -> tuple[tuple[int, ...], ...]:
+        """What the method wants to run again after the prompt; asked once."""
+        if self._planned is None:
+            self._planned = tuple(tuple(r) for r in self.method.replay(self.request))
+        return self._planned
+
+    def advance(self, chunk: Chunk) -> None:
+        """The chunk has run."""
+        if chunk.purpose is Purpose.REPLAY:
+            self.replays.popleft()
+            return
+        self.request.computed = chunk.stop
+        if chunk.ends_prompt:
+            self.replays.extend(self.planned_replays())
+
+
+class Admission:
+    """Turns demands into page charges. Knows tokens and pages, no method."""
+
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheManager, methods: Mapping[str, SparseMethod]
+    ) -> None:
+        self.reserve_output_tokens = config.reserve_output_tokens
+        self.cache = cache
+        self.methods = methods
+
+    def check_fits(self, request: Request) -> None:
+        """Raise `CapacityError` when the request could not run with all pages to itself."""
+        demand = self._demand(request, request.max_tokens)
+        needed = self.cache.pages_for(max(demand))
+        available = self.cache.total_pages()
+        if needed > available:
+            raise CapacityError(
+                f"a prompt of {request.prompt_len} tokens with max_tokens={request.max_tokens} and "
+                f"method {request.sparse.method!r} needs {needed} KV pages, the engine has "
+                f"{available}; shorten it, lower max_tokens or the budget, or raise "
+                f"kv_cache_memory_bytes (gpu_memory_utilization on a GPU)",
+                needed=needed,
+                available=available,
+            )
+
+    def available_pages(self, running: Iterable[Ticket]) -> int:
+        """Pages that neither are in use nor are promised to an admitted request."""
+        taken = 0
+        for ticket in running:
+            used = self.cache.usage(ticket.request.id).pages - ticket.shared_pages
+            taken += max(ticket.charge_pages, used) + ticket.fork_pages
+        return min(self.cache.free_pages(), self.cache.total_pages() - taken)
+
+    def admit(
+        self, request: Request, siblings: Sequence[Request], room: int, available: int
+    ) -> Ticket | None:
+        """Give the request rows if it fits into `room` sequences and `available` pages, else None.
+
+        Siblings are let in with their parent, as many as could fit at all.
+        """
+        method = self.methods[request.method]
+        demand = self._demand(request, self._output_tokens(request))
+        charge = self.cache.pages_for(max(demand))
+        if room < 1 or charge > available:
+            return None
+        num_forks, each = 0, 0
+        if siblings:
+            each = self._steady_pages(request) - self._shared_pages(request)
+            most = (self.cache.total_pages() - charge) // max(1, each)
+            num_forks = min(len(siblings), most)
+            if num_forks and charge + num_forks * each > available:
+                return None
+            num_forks = min(num_forks, room - 1)
+        hit = self.cache.match(request)
+        self.cache.admit(request, hit)
+        request.computed = hit.tokens
+        return Ticket(
+            request, method, charge, num_forks=num_forks, fork_pages=num_forks * max(0, each)
+        )
+
+    def settle(self, ticket: Ticket) -> None:
+        """The prompt is done and evicted: from now on the request is charged its steady pages."""
+        ticket.charge_pages = self._steady_pages(ticket.request)
+        ticket.num_forks = ticket.fork_pages = 0
+        ticket.is_steady = True
+
+    def fork(self, parent: Ticket, sibling: Request) -> Ticket:
+        """The ticket of a sibling that shares the parent's prompt pages from now on."""
+        if not parent.family:
+            parent.family.append(parent)
+        shared = self._shared_pages(sibling)
+        charge = self._steady_pages(sibling) - shared
+        ticket = Ticket(sibling, parent.method, charge, is_steady=True, shared_pages=shared)
+        ticket.family = parent.family
+        ticket.family.append(ticket)
+        return ticket
+
+    def drop(self, ticket: Ticket) -> None:
+        """Its rows are released; the next of its family pays for the shared pages."""
+        if not ticket.family:
+            return
+        was_first = ticket.family[0] is ticket
+        ticket.family.remove(ticket)
+        if was_first and ticket.family:
+            heir = ticket.family[0]
+            heir.charge_pages += heir.shared_pages
+            heir.shared_pages = 0
+
+    def _demand(self, request: Request, output_tokens: int) -> Demand:
+        method = self.methods[request.method]
+        return method.demand(request.prompt_len, output_tokens, request.budget)
+
+    def _output_tokens(self, request: Request) -> int:
+        """Output that is paid for in advance."""
+        if self.reserve_output_tokens is None:
+            return request.max_tokens
+        ahead = request.num_generated + self.reserve_output_tokens
+        return max(1, min(request.max_tokens, ahead))
+
+    def _steady_pages(self, request: Request) -> int:
+        return self.cache.pages_for(
+            self._demand(request, self._output_tokens(request)).steady_tokens
+        )
+
+    def _shared_pages(self, request: Request) -> int:
+        """Full pages of the prompt's rows, which forks share for as long as they live.
+
+        None when the method may evict while decoding, for that gives every fork its own copy.
+        """
+        if self.methods[request.method].traits.decode_hooks:
+            return 0
+        output = self._output_tokens(request)
+        kept = max(0, self._demand(request, output).steady_tokens - output)
+        return max(0, self.cache.pages_for(kept) - self.cache.pages_for(1))

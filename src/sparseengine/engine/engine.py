@@ -1,0 +1,145 @@
+"""The engine: one step schedules, runs, ends the step and books the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.engine.collector import Collector, new_family
+from sparseengine.engine.controller import Controller
+from sparseengine.engine.intake import Intake, Submission
+from sparseengine.engine.outputs import RequestOutput
+from sparseengine.engine.runner import Runner
+from sparseengine.engine.scheduler import Scheduler
+from sparseengine.errors import RequestError
+
+
+class Engine:
+    """Runs requests to their end, many at a time. Not thread-safe: one caller drives `step`."""
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        scheduler: Scheduler,
+        runner: Runner,
+        controller: Controller,
+        collector: Collector,
+    ) -> None:
+        self.intake = intake
+        self.scheduler = scheduler
+        self.runner = runner
+        self.controller = controller
+        self.collector = collector
+        self.num_steps = 0
+        self._live: dict[str, Submission] = {}
+
+    @torch.no_grad()
+    def step(self) -> list[RequestOutput]:
+        """One forward pass; returns requests that ended in it, and streamed ones that grew."""
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            samples = self.runner.run(plan)
+            self.controller.end_step(plan)
+            self.scheduler.commit(plan, samples)
+            self.num_steps += 1
+        return self._report()
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.collector.has_news
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        sparse: SparseParams | None = None,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> str:
+        """Check and queue a prompt; returns its request id.
+
+        `stream` makes every step that adds tokens return the request, not only the last one. Raises
+        `RequestError` (`CapacityError` when it can never fit); the engine goes on serving.
+        """
+        submission = self.prepare(
+            prompt_token_ids, sampling, sparse, prompt=prompt, request_id=request_id, stream=stream
+        )
+        self.submit(submission)
+        return submission.request_id
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        sparse: SparseParams | None = None,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> Submission:
+        """The checks of `add_request` alone."""
+        if request_id is not None and request_id in self._live:
+            raise RequestError(f"request_id={request_id!r} is in use by a request that still runs")
+        submission = self.intake.prepare(
+            prompt_token_ids, sampling, sparse, prompt=prompt, request_id=request_id, stream=stream
+        )
+        self.scheduler.admission.check_fits(submission.requests[0])
+        return submission
+
+    def submit(self, submission: Submission) -> None:
+        """Queue a prepared prompt."""
+        first = submission.requests[0]
+        family = new_family(
+            submission.request_id,
+            submission.prompt,
+            list(first.tokens),
+            len(submission.requests),
+            stream=submission.stream,
+        )
+        self._live[submission.request_id] = submission
+        self.collector.open(family, submission.requests)
+        for request, extras in zip(submission.requests, submission.extras, strict=True):
+            self.runner.sampler.add(request, extras)
+            self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason "abort"; unknown or finished ids are ignored.
+
+        Its memory is free when this returns; the next `step` returns its output.
+        """
+        submission = self._live.get(request_id)
+        for request in reversed(submission.requests if submission else ()):
+            self.scheduler.abort(request.id)
+
+    def discard(self) -> None:
+        """Forget outputs that nobody waits for, after `abort`."""
+        self._report()
+
+    def metrics(self) -> dict[str, float]:
+        """Counters and gauges under vLLM's names."""
+        counters, cache = self.collector.counters, self.scheduler.cache
+        total = cache.total_pages()
+        found: dict[str, float] = {
+            "num_requests_running": len(self.scheduler.running),
+            "num_requests_waiting": self.scheduler.num_waiting,
+            "kv_cache_usage_perc": 1.0 - cache.free_pages() / total if total else 0.0,
+            "prompt_tokens": counters["prompt_tokens"],
+            "generation_tokens": counters["generation_tokens"],
+            "num_preemptions": counters["preemptions"],
+            "num_steps": self.num_steps,
+        }
+        for reason in ("stop", "length", "abort", "error"):
+            found[f"request_success_{reason}"] = counters[f"finished_{reason}"]
+        return found
+
+    def _report(self) -> list[RequestOutput]:
+        outputs = self.collector.take()
+        for output in outputs:
+            if output.finished:
+                del self._live[output.request_id]
+        return outputs

@@ -1,0 +1,201 @@
+"""From what a caller asks to requests that can run: every check, before anything is queued."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sparseengine.core.method import SparseMethod
+from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Request
+from sparseengine.core.specs import CacheGroup, ModelSpec
+from sparseengine.engine.sampling import SamplingExtras
+from sparseengine.errors import ConfigError, RequestError
+from sparseengine.methods import METHODS, check_storage, make_method, resolve_budget
+
+
+class MethodTable:
+    """Method instances by key. Requests with the same method and knobs share one.
+
+    `instances` is the mapping that the controller and the scheduler read; it grows while the engine
+    runs. The storage was planned at start-up, so knobs that need other storage are refused.
+    """
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        enabled: Sequence[str],
+        groups: tuple[CacheGroup, ...],
+        default: SparseParams | None = None,
+    ) -> None:
+        self.model = model
+        self.enabled = tuple(METHODS.canonical(name) for name in enabled)
+        self.groups = groups
+        self.default = default or SparseParams(self.enabled[0])
+        self.instances: dict[str, SparseMethod] = {}
+        self._page_size = max((g.page_size for g in groups), default=16)
+
+    def resolve(self, sparse: SparseParams, prompt_len: int) -> tuple[str, int | None]:
+        """(key of the instance, budget in tokens). Raises `RequestError`."""
+        try:
+            name = METHODS.canonical(sparse.method)
+        except ConfigError as error:  # an unknown name; here it is one request's fault
+            raise RequestError(str(error)) from None
+        if name not in self.enabled:
+            raise RequestError(
+                f"method {sparse.method!r} is not enabled in this engine, which was started with "
+                f"{', '.join(self.enabled)}; add it to enable_methods"
+            )
+        key = name + (repr(sorted(sparse.knobs.items())) if sparse.knobs else "")
+        if key not in self.instances:
+            method = make_method(name, sparse.knobs, self.model, page_size=self._page_size)
+            check_storage(method, self.groups)
+            self.instances[key] = method
+        budget = resolve_budget(type(self.instances[key]), sparse, prompt_len)
+        return key, budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """One prompt, checked: its n requests (the first is the parent) and their sampling extras."""
+
+    request_id: str
+    prompt: str | None
+    requests: tuple[Request, ...]
+    extras: tuple[SamplingExtras, ...]
+    stream: bool = False
+
+
+class Intake:
+    """Checks prompts and parameters, resolves methods and seeds, makes requests."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        methods: MethodTable,
+        tokenizer: Any,
+        *,
+        max_model_len: int,
+        eos_ids: Sequence[int] = (),
+        max_logprobs: int = 20,
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.methods = methods
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.eos_ids = tuple(eos_ids)
+        self.max_logprobs = max_logprobs
+        self.seed = seed
+        self._next_id = 0
+
+    def prepare(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        sparse: SparseParams | None = None,
+        *,
+        prompt: str | None = None,
+        request_id: str | None = None,
+        stream: bool = False,
+    ) -> Submission:
+        """Check one prompt. Raises `RequestError`; nothing is queued yet."""
+        ids = self._check_prompt(prompt_token_ids)
+        sampling = sampling or SamplingParams()
+        sparse = sparse or self.methods.default
+        self._check_sampling(sampling)
+        key, budget = self.methods.resolve(sparse, len(ids))
+        room = self.max_model_len - len(ids)
+        max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        words = self._bad_words(sampling)
+        stop_ids = frozenset((*self.eos_ids, *sampling.stop_token_ids))
+        parent = self._next_id
+        requests, extras = [], []
+        for index in range(sampling.n):
+            request = Request(
+                id=parent + index,
+                tokens=list(ids),
+                prompt_len=len(ids),
+                max_tokens=max_tokens,
+                sampling=sampling,
+                sparse=sparse,
+                method=key,
+                budget=budget,
+                arrival=parent,
+                parent=parent if index else None,
+            )
+            requests.append(request)
+            seed = self._seed(sampling, parent, index)
+            extras.append(SamplingExtras(seed=seed, stop_ids=stop_ids, bad_words=words))
+        self._next_id += sampling.n
+        return Submission(
+            request_id=str(parent) if request_id is None else request_id,
+            prompt=prompt,
+            requests=tuple(requests),
+            extras=tuple(extras),
+            stream=stream,
+        )
+
+    def _seed(self, sampling: SamplingParams, parent: int, index: int) -> int:
+        """A request's own seed, plus the completion's index; else one that follows the engine's."""
+        if sampling.seed is not None:
+            return sampling.seed + index
+        return ((self.seed << 40) ^ 0x9E3779B97F4A7C15) + ((parent + index) << 1)
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        ids = list(prompt_token_ids)
+        if not ids:
+            raise RequestError("the prompt is empty; it must hold at least one token")
+        vocab = self.model.vocab_size
+        for i, t in enumerate(ids):
+            if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab:
+                raise RequestError(
+                    f"prompt token {i} is {t!r}; token ids must be integers in [0, {vocab - 1}]"
+                )
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but max_model_len={self.max_model_len} leaves "
+                f"room for {self.max_model_len - 1} and one to generate; shorten it or raise "
+                "max_model_len"
+            )
+        return ids
+
+    def _check_sampling(self, p: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(p, name)
+            if value is not None and value > self.max_logprobs:
+                raise RequestError(
+                    f"{name}={value} is above this engine's max_logprobs={self.max_logprobs}"
+                )
+        vocab = self.model.vocab_size
+        given: Mapping[str, Sequence[int]] = {
+            "allowed_token_ids": p.allowed_token_ids or (),
+            "stop_token_ids": p.stop_token_ids,
+            "logit_bias": tuple(p.logit_bias or ()),
+        }
+        for name, ids in given.items():
+            wrong = [t for t in ids if t >= vocab]
+            if wrong:
+                raise RequestError(f"{name} holds {wrong[0]}; token ids end at {vocab - 1}")
+        if p.stop and not p.detokenize:
+            raise RequestError("stop strings need detokenize=True; use stop_token_ids without it")
+        if (p.stop or p.bad_words) and self.tokenizer is None:
+            raise RequestError(
+                "stop and bad_words need a tokenizer, and this model has none; use stop_token_ids "
+                "and logit_bias"
+            )
+
+    def _bad_words(self, p: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of each bad word, at the start of a text and behind a space (as vLLM)."""
+        found: list[tuple[int, ...]] = []
+        for word in p.bad_words:
+            bare = self._encode(word.lstrip())
+            spaced = self._encode(" " + word.lstrip())
+            found.append(bare)
+            if spaced and len(spaced) == len(bare) and spaced[0] != bare[0]:
+                found.append(spaced)
+        return tuple(w for w in found if w)
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))

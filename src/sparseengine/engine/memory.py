@@ -1,0 +1,153 @@
+"""The start-up memory table: where the bytes go and how many requests fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sparseengine.cache.manager import PagedCache
+from sparseengine.cache.memory import page_bytes
+from sparseengine.core.method import SparseMethod
+from sparseengine.resolve import Resolved
+
+DEFAULT_CPU_BYTES = 4 << 30
+DEFAULT_CPU_FRACTION = 0.4
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """How many requests of one shape and method run at once."""
+
+    method: str
+    budget_tokens: int | None
+    peak_tokens: int
+    steady_tokens: int
+    requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTable:
+    """Bytes by purpose. `activations_measured`: by a profiling run, else an estimate."""
+
+    device: str
+    weights: int
+    activations: int
+    activations_measured: bool
+    kv_pages: int
+    side_tensors: int
+    tables: int
+    total_pages: int
+    row_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    fits: tuple[Fit, ...] = field(default=())
+
+    @property
+    def total(self) -> int:
+        parts = (self.weights, self.activations, self.kv_pages, self.side_tensors, self.tables)
+        return sum(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+    def render(self) -> str:
+        """The table as text."""
+        how = "measured" if self.activations_measured else "estimated"
+        rows = (
+            ("weights", self.weights, ""),
+            ("activations", self.activations, how),
+            ("KV pages", self.kv_pages, f"{self.total_pages} head pages"),
+            ("side tensors", self.side_tensors, ""),
+            ("tables", self.tables, "grow with use"),
+            ("total", self.total, f"on {self.device}"),
+        )
+        lines = [f"  {n:<13}{b / _MIB:>10,.1f} MiB  {note}".rstrip() for n, b, note in rows]
+        lines.append(
+            f"  room for rows of {self.row_tokens:,} tokens; requests of {self.prompt_tokens:,} + "
+            f"{self.output_tokens:,} tokens that fit at once:"
+        )
+        for fit in self.fits:
+            budget = "" if fit.budget_tokens is None else f", budget {fit.budget_tokens:,}"
+            lines.append(f"    {fit.requests:>6,}  {fit.method}{budget}")
+        return "\n".join(["memory", *lines])
+
+
+def cpu_kv_bytes(resolved: Resolved) -> int:
+    """KV memory on a CPU when none was asked for: a share of RAM, at most what can be used."""
+    share = int(resolved.caps.memory_bytes * DEFAULT_CPU_FRACTION)
+    return min(DEFAULT_CPU_BYTES, share, most_usable_bytes(resolved))
+
+
+def most_usable_bytes(resolved: Resolved) -> int:
+    """What max_num_seqs requests of max_model_len tokens take."""
+    size = max((g.page_size for g in resolved.groups), default=1)
+    pages = math.ceil(resolved.max_model_len / size) + 1
+    cost = page_bytes(resolved.spec, resolved.groups, resolved.dtype)
+    return (cost.payload + cost.aux) * pages * resolved.config.scheduler.max_num_seqs
+
+
+def estimated_activations(resolved: Resolved) -> int:
+    """Rough bytes of one step's largest tensors; a GPU measures instead."""
+    spec, scheduler = resolved.spec, resolved.config.scheduler
+    tokens = scheduler.max_num_batched_tokens
+    widest = max((s.q_heads * s.head_dim for s in spec.layers), default=0)
+    per_token = (8 * spec.hidden_size + 3 * widest) * resolved.dtype.itemsize
+    logits = 2 * min(scheduler.max_num_seqs, tokens) * spec.vocab_size * 4
+    return tokens * per_token + logits
+
+
+def memory_table(
+    resolved: Resolved,
+    cache: PagedCache,
+    methods: Mapping[str, SparseMethod],
+    budgets: Mapping[str, int | None],
+    *,
+    weights: int,
+    activations: int,
+    measured: bool,
+    output_tokens: int,
+) -> MemoryTable:
+    """`methods` by the label they are shown with; `budgets` resolved at the shown prompt length."""
+    prompt_tokens = resolved.max_model_len - output_tokens
+    used = cache.memory()
+    return MemoryTable(
+        device=str(resolved.device),
+        weights=weights,
+        activations=activations,
+        activations_measured=measured,
+        kv_pages=used.payload,
+        side_tensors=used.aux,
+        tables=used.tables,
+        total_pages=cache.total_pages(),
+        row_tokens=cache.free_tokens(),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        fits=tuple(
+            _fit(cache, label, method, prompt_tokens, output_tokens, budgets[label])
+            for label, method in methods.items()
+        ),
+    )
+
+
+def _fit(
+    cache: PagedCache,
+    label: str,
+    method: SparseMethod,
+    prompt_tokens: int,
+    output_tokens: int,
+    budget: int | None,
+) -> Fit:
+    """One request in prefill at its peak, all others decoding."""
+    demand = method.demand(prompt_tokens, output_tokens, budget)
+    total, peak = cache.total_pages(), cache.pages_for(max(demand))
+    steady = max(1, cache.pages_for(demand.steady_tokens))
+    return Fit(
+        method=label,
+        budget_tokens=budget,
+        peak_tokens=demand.peak_tokens,
+        steady_tokens=demand.steady_tokens,
+        requests=0 if peak > total else 1 + (total - peak) // steady,
+    )

@@ -1,0 +1,282 @@
+"""Which chunks run in the next step.
+
+One token budget per step; first come, first served. Decodes are all in a step or all out of it:
+
+    mix        decodes, then prefill chunks in what is left of the budget; when the oldest prefill
+               cannot move in what is left, it gets the next step for itself
+    alternate  prefill steps, and after at most max_decode_stall_steps of them one of decodes
+
+so a running decode waits at most `max_decode_stall_steps` steps, the oldest prefill at most one,
+and the oldest waiting request until its pages are free.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Mapping
+from typing import Protocol
+
+from sparseengine.config import SchedulerConfig
+from sparseengine.core.cache import CacheManager
+from sparseengine.core.method import SparseMethod
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.engine.admission import Admission, Ticket
+from sparseengine.engine.outputs import Finish, Sample
+from sparseengine.errors import CapacityError
+
+
+class Sink(Protocol):
+    """Where tokens go. It alone decides that a request is complete."""
+
+    def push(self, request: Request, sample: Sample) -> Finish | None:
+        """A new token, already appended to the request; a `Finish` ends it."""
+        ...
+
+    def end(self, request: Request, finish: Finish) -> None:
+        """The request is over; called once, while its rows still exist (if it has any)."""
+        ...
+
+    def forked(self, parent: Request, request: Request) -> None:
+        """The request's rows are now a fork of the parent's."""
+        ...
+
+    def forget(self, request: Request, *, preempted: bool) -> None:
+        """Its rows are gone: it ended, or will be run again."""
+        ...
+
+
+def _order(request: Request) -> tuple[int, int]:
+    return (request.arrival, request.id)
+
+
+class Scheduler:
+    """Owns the requests: waiting ones in order of arrival, admitted ones with their tickets."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        methods: Mapping[str, SparseMethod],
+        sink: Sink,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.methods = methods
+        self.sink = sink
+        self.admission = Admission(config, cache, methods)
+        self.waiting: list[Request] = []
+        self.siblings: dict[int, list[Request]] = {}
+        self.running: dict[int, Ticket] = {}
+        self.num_preemptions = 0
+        self._stall_steps = 0
+        # Decodes share a step or none runs, so no more requests run than a step has tokens.
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+
+    # ── requests come and go ──────────────────────────────────────────────────────────────────────
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `CapacityError` when it could not run even alone."""
+        self.admission.check_fits(request)
+        parent = request.parent
+        if parent is not None and any(r.id == parent for r in reversed(self.waiting)):
+            self.siblings.setdefault(parent, []).append(request)
+        else:
+            request.parent = None
+            insort(self.waiting, request, key=_order)
+
+    def abort(self, request_id: int) -> None:
+        """End a request at any time; unknown ids are ignored, for it may just have finished."""
+        finish = Finish("abort")
+        if request_id in self.running:
+            self._finish(self.running[request_id].request, finish)
+            return
+        for queue in (self.waiting, *self.siblings.values()):
+            for i, request in enumerate(queue):
+                if request.id == request_id:
+                    del queue[i]
+                    self._finish(request, finish)
+                    return
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + sum(map(len, self.siblings.values()))
+
+    def _orphan(self, parent_id: int, keep: int = 0) -> None:
+        """Siblings past the first `keep` stop waiting for the parent and run the prompt anew."""
+        siblings = self.siblings.pop(parent_id, [])
+        for request in siblings[keep:]:
+            request.parent = None
+            insort(self.waiting, request, key=_order)
+        if siblings[:keep]:
+            self.siblings[parent_id] = siblings[:keep]
+
+    # ── planning a step ───────────────────────────────────────────────────────────────────────────
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, its pages reserved; None when there is nothing to run."""
+        preempted: list[int] = []
+        while True:
+            if not preempted:
+                self._admit()
+            chunks = self._pick()
+            if not chunks:
+                return None
+            plan = StepPlan(tuple(chunks), tuple(preempted))
+            try:
+                self.cache.reserve(plan)
+            except CapacityError as error:
+                self._make_room(error, preempted)
+                continue
+            self._note(chunks)
+            return plan
+
+    def _admit(self) -> None:
+        """Admit from the head of the queue for as long as sequences and pages allow."""
+        room = self._max_running - sum(1 + t.num_forks for t in self.running.values())
+        if not self.waiting or room < 1:
+            return
+        available = self.admission.available_pages(self.running.values())
+        while self.waiting:
+            request = self.waiting[0]
+            siblings = self.siblings.get(request.id, [])
+            ticket = self.admission.admit(request, siblings, room, available)
+            if ticket is None:
+                if not self.running:  # cannot happen while check_fits and the cache agree
+                    self.waiting.pop(0)
+                    self._finish(request, Finish("error", "KV memory is held by no request"))
+                    continue
+                return
+            self.waiting.pop(0)
+            self.running[request.id] = ticket
+            room -= 1 + ticket.num_forks
+            available -= ticket.charge_pages + ticket.fork_pages
+            self._orphan(request.id, keep=ticket.num_forks)
+
+    def _pick(self) -> list[Chunk]:
+        """Chunks of one step, DECODE ones first."""
+        decodes = [t for t in self.running.values() if t.decodes]
+        prefills = [t for t in self.running.values() if not t.decodes]
+        budget = self.config.max_num_batched_tokens
+        if not prefills:
+            return [t.decode_chunk() for t in decodes]
+        if not decodes:
+            return self._fill(prefills, budget)
+        may_stall = self._stall_steps < self.config.max_decode_stall_steps
+        if not self.config.mix:
+            return (
+                self._fill(prefills, budget) if may_stall else [t.decode_chunk() for t in decodes]
+            )
+        chunks = self._fill(prefills, budget - len(decodes))
+        is_head_stuck = not chunks or chunks[0].request is not prefills[0].request
+        if is_head_stuck and self._stall_steps == 0:
+            return self._fill(prefills, budget)
+        return [t.decode_chunk() for t in decodes] + chunks
+
+    def _fill(self, prefills: list[Ticket], left: int) -> list[Chunk]:
+        """Prefill chunks within `left` tokens, in order of admission.
+
+        A run that must be whole and is longer than the budget is alone in its step.
+        """
+        budget = self.config.max_num_batched_tokens
+        chunks: list[Chunk] = []
+        for ticket in prefills:
+            if left <= 0:
+                break
+            size = ticket.chunk_tokens(left, budget)
+            is_alone = size > budget
+            if size > left and not (is_alone and not chunks and left == budget):
+                continue
+            chunks.append(self._chunk(ticket, size))
+            left -= size
+        return chunks
+
+    def _chunk(self, ticket: Ticket, size: int) -> Chunk:
+        request = ticket.request
+        if ticket.replays:
+            return Chunk(request, ticket.replays[0], request.prompt_len, Purpose.REPLAY, False)
+        start = request.computed
+        stop = start + size
+        samples = stop == len(request.tokens)
+        forks: tuple[Request, ...] = ()
+        if stop == request.prompt_len and samples and not ticket.planned_replays():
+            forks = tuple(self.siblings.get(request.id, ()))
+        tokens = tuple(request.tokens[start:stop])
+        return Chunk(request, tokens, start, Purpose.PREFILL, samples, forks)
+
+    def _note(self, chunks: list[Chunk]) -> None:
+        """Count the steps in which decodes stood by."""
+        has_decode = chunks[0].purpose is Purpose.DECODE
+        waits = not has_decode and any(t.decodes for t in self.running.values())
+        self._stall_steps = self._stall_steps + 1 if waits else 0
+
+    def _make_room(self, error: CapacityError, preempted: list[int]) -> None:
+        """Preempt the newest request; one that is alone and still lacks pages cannot be served."""
+        newest = max(self.running.values(), key=lambda t: _order(t.request))
+        if len(self.running) == 1:
+            message = f"{error}; its method asked for less memory than it uses"
+            self._finish(newest.request, Finish("error", message))
+            return
+        preempted.append(newest.request.id)
+        self._preempt(newest)
+
+    def _preempt(self, ticket: Ticket) -> None:
+        request = ticket.request
+        self._drop(ticket, preempted=True)
+        request.computed = 0
+        request.parent = None
+        self.num_preemptions += 1
+        insort(self.waiting, request, key=_order)
+
+    # ── after a step ──────────────────────────────────────────────────────────────────────────────
+
+    def commit(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
+        """Book what ran: progress, forks, new tokens, ends. `samples` is keyed by request id."""
+        for chunk in plan.chunks:
+            ticket = self.running[chunk.request.id]
+            ticket.advance(chunk)
+            if ticket.decodes and not ticket.is_steady:
+                self.admission.settle(ticket)
+            for sibling in chunk.forks:
+                self._fork(ticket, sibling, samples[sibling.id])
+            if chunk.ends_prompt:
+                self._orphan(chunk.request.id)
+            if chunk.samples:
+                finish = self._append(chunk.request, samples[chunk.request.id])
+                if finish is not None:
+                    self._finish(chunk.request, finish)
+
+    def _append(self, request: Request, sample: Sample) -> Finish | None:
+        if sample.error is not None:
+            return Finish("error", sample.error)
+        request.tokens.append(sample.token)
+        return self.sink.push(request, sample)
+
+    def _fork(self, parent: Ticket, sibling: Request, sample: Sample) -> None:
+        """The sibling takes its own first token and, unless that ends it, the parent's rows."""
+        self.siblings[parent.request.id].remove(sibling)
+        sibling.parent = None
+        finish = self._append(sibling, sample)
+        if finish is not None:
+            self._finish(sibling, finish)
+            return
+        self.cache.fork(parent.request.id, sibling.id)
+        sibling.computed = sibling.prompt_len
+        self.running[sibling.id] = self.admission.fork(parent, sibling)
+        self.sink.forked(parent.request, sibling)
+
+    def _finish(self, request: Request, finish: Finish) -> None:
+        self.sink.end(request, finish)
+        if request.id in self.running:
+            self._drop(self.running[request.id], preempted=False)
+        self._orphan(request.id)
+
+    def _drop(self, ticket: Ticket, *, preempted: bool) -> None:
+        request = ticket.request
+        del self.running[request.id]
+        self.cache.release(request.id, retain=False)
+        self.admission.drop(ticket)
+        self.sink.forget(request, preempted=preempted)
