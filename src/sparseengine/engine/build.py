@@ -201,13 +201,13 @@ def _table(
         method = make_method(name, sparse.knobs, resolved.spec)
         shown[name] = method
         budgets[name] = resolve_budget(type(method), sparse, prompt)
-    weights = {p.data_ptr(): p.numel() * p.element_size() for p in model.parameters()}
+    weights = [p.numel() * p.element_size() for p in model.parameters()]
     return memory_table(
         resolved,
         cache,
         shown,
         budgets,
-        weights=sum(weights.values()),
+        weights=sum(weights),
         activations=activations,
         measured=measured,
         output_tokens=output,
