@@ -21,6 +21,7 @@ from sparseengine.ops.triton.launch import dot_precision, multiprocessors
 _LOG2E = 1.4426950408889634
 _MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
 _MAX_SPLIT_TOKENS = 2048  # longer ones let one long row set the pace of a batch
+_MAX_SPLITS = 256
 _PROGRAMS_PER_SM = 8
 
 
@@ -35,7 +36,7 @@ class Tuning:
 
 
 DECODE = Tuning(keys=64)
-PREFILL = Tuning(keys=64, pairs=128, warps=8)
+PREFILL = Tuning(keys=128, pairs=128, warps=8, stages=2)
 PREFILL_WIDE = Tuning(keys=32, pairs=64, stages=2)  # fp32, or more than 128 channels
 PREFILL_SHORT = Tuning(keys=64, pairs=64)  # spans of few queries
 
@@ -56,15 +57,16 @@ class Keys:
     base: Tensor | None = None
 
 
-def num_splits(rows: int, max_len: int, processors: int) -> int:
-    """Splits per row from host facts: enough to fill the device, none longer than the pace allows.
+def plan_splits(rows: int, max_len: int, processors: int) -> tuple[int, int]:
+    """(splits per row, fewest tokens of a split) from host facts.
 
-    rows: spans x KV heads. Rows shorter than max_len use fewer (the kernel cuts by row length).
+    rows: spans x KV heads. A split is as long as filling the device with rows of max_len tokens
+    allows, within bounds. The kernel cuts each row by its own length, so that a short row takes few
+    splits and a long row among short ones does not set the pace.
     """
     fill = -(-_PROGRAMS_PER_SM * processors // max(rows, 1))
-    pace = -(-max_len // _MAX_SPLIT_TOKENS)
-    useful = -(-max_len // _MIN_SPLIT_TOKENS)
-    return max(1, min(max(fill, pace), useful, 128))
+    tokens = min(max(-(-max_len // fill), _MIN_SPLIT_TOKENS), _MAX_SPLIT_TOKENS)
+    return max(1, min(-(-max_len // tokens), _MAX_SPLITS)), tokens
 
 
 @triton.jit
@@ -95,11 +97,11 @@ def _row_place(
 @triton.jit
 def _decode_kernel(
     q, k, v, table, lens, total, base, out, lse,
-    scale, window, splits, first_split, all_splits,
+    scale, window, splits, split_tokens, first_split, all_splits,
     q_st, q_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp, table_ss, table_sg, lens_ss, lens_sg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
     WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,8 +115,8 @@ def _decode_kernel(
     start = 0
     if WINDOW:
         start = tl.minimum(tl.maximum(whole - window - before, 0), length)
-    size = tl.cdiv(tl.cdiv(length - start, splits), BLOCK_N) * BLOCK_N
-    size = tl.maximum(size, MIN_SPLIT)
+    mine = tl.minimum(tl.cdiv(length - start, split_tokens), splits)  # splits of this row
+    size = tl.cdiv(tl.cdiv(length - start, tl.maximum(mine, 1)), BLOCK_N) * BLOCK_N
     lo = start + split * size
     hi = tl.minimum(lo + size, length)
 
@@ -211,14 +213,14 @@ def paged_decode(
     for keys in segments:
         rows = spans * _kv_heads(keys)
         longest = min(max_len, keys.table.shape[2] * keys.page_size)
-        splits.append(num_splits(rows, longest, multiprocessors(q.device)))
-    total = sum(splits)
+        splits.append(plan_splits(rows, longest, multiprocessors(q.device)))
+    total = sum(n for n, _ in splits)
     part = torch.empty(spans, q_heads, total, value_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(spans, q_heads, total, dtype=torch.float32, device=q.device)
     first = 0
-    for keys, count in zip(segments, splits, strict=True):
-        _launch_decode(q, keys, part, lse, scale, window, count, first)
-        first += count
+    for keys, plan in zip(segments, splits, strict=True):
+        _launch_decode(q, keys, part, lse, scale, window, plan, first)
+        first += plan[0]
     _merge_kernel[(spans * q_heads,)](
         part, lse, out, total, *out.stride()[:2], Q_HEADS=q_heads, VDIM=value_dim,
         BLOCK_V=triton.next_power_of_2(value_dim),
@@ -232,20 +234,20 @@ def _kv_heads(keys: Keys) -> int:
 
 def _launch_decode(
     q: Tensor, keys: Keys, part: Tensor, lse: Tensor, scale: float, window: int | None,
-    splits: int, first: int,
+    splits: tuple[int, int], first: int,
 ) -> None:  # fmt: skip
     spans, q_heads, dim = q.shape
     kv_heads, value_dim = _kv_heads(keys), part.shape[3]
     group = q_heads // kv_heads
-    _decode_kernel[(spans * kv_heads, splits)](
+    _decode_kernel[(spans * kv_heads, splits[0])](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, part, lse,
-        scale * _LOG2E, window or 0, splits, first, part.shape[2],
+        scale * _LOG2E, window or 0, *splits, first, part.shape[2],
         *q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
         VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        PAGE=keys.page_size, BLOCK_N=DECODE.keys, MIN_SPLIT=_MIN_SPLIT_TOKENS,
+        PAGE=keys.page_size, BLOCK_N=DECODE.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
         MULTI=keys.total is not None, WINDOW=window is not None,
         PRECISION=dot_precision(q.dtype), num_warps=DECODE.warps, num_stages=DECODE.stages,

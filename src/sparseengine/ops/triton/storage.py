@@ -85,44 +85,66 @@ def _store_pair(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor
 
 
 @triton.jit
+def _kept_kernel(mask, kept, count, fixed, length, mask_sr, BLOCK: tl.constexpr):
+    """One row: its kept slots in order, how many, and how many of them are in place already."""
+    row = tl.program_id(0).to(tl.int64)
+    done = 0
+    still = 0
+    for n0 in range(0, length, BLOCK):
+        n = n0 + tl.arange(0, BLOCK)
+        keep = tl.load(mask + row * mask_sr + n, mask=n < length, other=0) != 0
+        to = done + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(kept + row * length + to, n, mask=keep)
+        still += tl.sum((keep & (to == n)).to(tl.int32), 0)
+        done += tl.sum(keep.to(tl.int32), 0)
+    tl.store(count + row, done)
+    tl.store(fixed + row, still)
+
+
+@triton.jit
 def _compact_kernel(
-    pool, table, mask, length, pool_sn, pool_sh, pool_sp, table_sr, mask_sr,
+    pool, table, kept, count, fixed, length, pool_sn, pool_sh, pool_sp, table_sr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program moves one head of one row, tile by tile: the only order that is safe in place."""
+    """One program moves one head of one row, tile by tile: the only order that is safe in place.
+
+    A slot never moves right, so a tile that is read in full before it is written destroys nothing
+    that a later tile reads.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = pool + tl.program_id(1) * pool_sh
+    table += row * table_sr
     e = tl.arange(0, BLOCK_E)
-    done = 0  # kept slots so far: where the next one goes
-    for n0 in range(0, length, BLOCK_N):
-        n = n0 + tl.arange(0, BLOCK_N)
-        keep = tl.load(mask + row * mask_sr + n, mask=n < length, other=0) != 0
-        count = tl.sum(keep.to(tl.int32), 0)
-        if count > 0:
-            to = done + tl.cumsum(keep.to(tl.int32), 0) - 1
-            moves = keep & (to != n)
-            src = tl.load(table + row * table_sr + n // PAGE, mask=moves, other=0).to(tl.int64)
-            dst = tl.load(table + row * table_sr + to // PAGE, mask=moves, other=0).to(tl.int64)
-            both = moves[:, None] & (e < SIZE)[None, :]
-            src = src * pool_sn + (n % PAGE) * pool_sp
-            x = tl.load(base + src[:, None] + e[None, :], mask=both)
-            # Targets may lie in this tile: every warp must have read before any warp writes.
-            tl.debug_barrier()
-            dst = dst * pool_sn + (to % PAGE) * pool_sp
-            tl.store(base + dst[:, None] + e[None, :], x, mask=both)
-            tl.debug_barrier()
-        done += count
+    stop = tl.load(count + row)
+    for n0 in range(tl.load(fixed + row), stop, BLOCK_N):
+        to = n0 + tl.arange(0, BLOCK_N)
+        ok = to < stop
+        n = tl.load(kept + row * length + to, mask=ok, other=0)
+        src = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
+        dst = tl.load(table + to // PAGE, mask=ok, other=0).to(tl.int64)
+        src = src * pool_sn + (n % PAGE) * pool_sp
+        dst = dst * pool_sn + (to % PAGE) * pool_sp
+        both = ok[:, None] & (e < SIZE)[None, :]
+        x = tl.load(base + src[:, None] + e[None, :], mask=both)
+        tl.debug_barrier()  # every warp has read before any warp writes
+        tl.store(base + dst[:, None] + e[None, :], x, mask=both)
+        tl.debug_barrier()
 
 
 def compact(pools: Sequence[Tensor], table: Tensor, mask: Tensor) -> None:
     """Move kept slots (mask bool [R, L]) of rows (table int32 [R, W]) to their front, in order.
 
-    One launch per pool serves all rows and heads.
+    One launch lists the kept slots of all rows, then one per pool moves all rows and heads.
     """
     rows, length = mask.shape
     if rows == 0 or length == 0:
         return
     table, mask = _inner_contiguous(table), _inner_contiguous(mask).view(torch.uint8)
+    kept = torch.empty(rows, length, dtype=torch.int32, device=mask.device)
+    count = torch.empty(rows, dtype=torch.int32, device=mask.device)
+    fixed = torch.empty_like(count)
+    block = min(4096, triton.next_power_of_2(length))
+    _kept_kernel[(rows,)](mask, kept, count, fixed, length, mask.stride(0), BLOCK=block)
     for pool in pools:
         flat = pool.flatten(3) if pool.dim() > 3 else pool.unsqueeze(3)  # [N, U, P, E]
         if flat.data_ptr() != pool.data_ptr() or flat.stride(3) != 1:
@@ -130,8 +152,8 @@ def compact(pools: Sequence[Tensor], table: Tensor, mask: Tensor) -> None:
         block_e = triton.next_power_of_2(flat.shape[3])
         block_n = max(16, min(512, _COMPACT_TILE // block_e))
         _compact_kernel[(rows, flat.shape[1])](
-            flat, table, mask, length, *flat.stride()[:3], table.stride(0), mask.stride(0),
-            PAGE=flat.shape[2], SIZE=flat.shape[3], BLOCK_E=block_e, BLOCK_N=block_n, num_warps=4,
+            flat, table, kept, count, fixed, length, *flat.stride()[:3], table.stride(0),
+            PAGE=flat.shape[2], SIZE=flat.shape[3], BLOCK_E=block_e, BLOCK_N=block_n, num_warps=8,
         )  # fmt: skip
 
 
