@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
-from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec, Ragged
+from sparseengine.core.specs import ModelSpec
 from sparseengine.core.view import Keep
 from sparseengine.methods.families import Method
 from sparseengine.methods.knobs import MethodConfig, knob
@@ -59,18 +59,6 @@ class StreamingLLM(Method):
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
         self._pending: dict[int, tuple[int, int]] = {}
-        # Layers of other kinds must not be cut with the acting ones.
-        self._shared = len(self.layers) == len(model.kv_layers)
-
-    def cache_plan(self) -> tuple[CacheGroup, ...]:
-        if self._shared:
-            return super().cache_plan()
-        groups = []
-        for group in super().cache_plan():
-            kind = self.model.layers[group.layers[0]].kind
-            ragged = group.ragged if kind is LayerKind.WINDOW else Ragged.LAYER
-            groups.append(CacheGroup(layers=group.layers, page_size=group.page_size, ragged=ragged))
-        return tuple(groups)
 
     def prefill_block(self) -> int | None:
         return self.config.block_tokens or None
@@ -99,9 +87,7 @@ class StreamingLLM(Method):
             budget = chunk.request.budget
             if budget is None or length <= budget:
                 continue
-            mask = self.mask(length, budget, page)
-            layers: Sequence[int | None] = (None,) if self._shared else self.layers
-            keeps += [Keep(chunk.request.id, layer, (mask,)) for layer in layers]
+            keeps.append(Keep(chunk.request.id, None, (self.mask(length, budget, page),)))
         return keeps
 
     def mask(self, length: int, budget: int, page: int) -> Tensor:

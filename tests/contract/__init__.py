@@ -1,0 +1,1 @@
+"""What every sparse method inherits: a toy model, a driver and the contract's twelve points."""

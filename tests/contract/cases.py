@@ -1,0 +1,33 @@
+"""One line per method: its knobs on the toy model. A new method adds its line and is tested."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """A method with knobs small enough for the toy model; `budget` cuts a 48-token prompt."""
+
+    method: str
+    knobs: dict[str, Any]
+    budget: int | None = 20
+    refused: tuple[str, ...] = ()  # layer mixes it cannot run on
+
+
+CASES = {
+    "full": Case("full", {}, None),
+    "random": Case("random", {"sink": 2, "recent": 4}),
+    "streaming_llm": Case("streaming_llm", {"block_tokens": 20}),
+    "streaming_exact": Case("streaming_llm", {"block_tokens": 0, "page_aligned": False}),
+    "knorm": Case("knorm", {"skip_layers": (), "sink": 2, "recent": 4}),
+    "keydiff": Case("keydiff", {"sink": 2, "recent": 4}),
+    "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
+    "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
+    "adakv": Case("adakv", {"window": 6, "kernel": 3, "sink": 2}, refused=("latent",)),
+    "adakv_keydiff": Case(
+        "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
+    ),
+    "quest": Case("quest", {"dense_layers": 0}),
+}
+
+MIXES = {"full": "ff", "window": "wf", "latent": "ll", "recurrent": "rf"}

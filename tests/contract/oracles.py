@@ -1,0 +1,167 @@
+"""What each method may keep or read, in a few lines of float64: independent of the product.
+
+Every oracle takes q [L, Hq, D] and k [L, Hkv, D] of the tokens run so far and returns one ascending
+list of positions per KV head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Rows = list[list[int]]
+
+
+def best(scores: Sequence[float], count: int) -> list[int]:
+    """Larger score first, then smaller index; ascending."""
+    return sorted(sorted(range(len(scores)), key=lambda j: (-scores[j], j))[: max(count, 0)])
+
+
+def forced(length: int, budget: int, sink: int, recent: int) -> set[int]:
+    """Sinks (at most half of the budget) and the newest tokens."""
+    sink = min(sink, budget // 2)
+    recent = min(recent, budget - sink)
+    return {*range(sink), *range(length - recent, length)}
+
+
+def evict(scores: Sequence[Sequence[float]], budget: int, sink: int, recent: int) -> Rows:
+    """Forced tokens, then the best of the rest up to the budget, per head."""
+    rows = []
+    for row in scores:
+        if len(row) <= budget:
+            rows.append(list(range(len(row))))
+            continue
+        must = forced(len(row), budget, sink, recent)
+        rows.append(best([math.inf if j in must else s for j, s in enumerate(row)], budget))
+    return rows
+
+
+def knorm_scores(q: Tensor, k: Tensor) -> list[list[float]]:
+    return [[-math.sqrt(sum(x * x for x in key)) for key in k[:, h].tolist()] for h in _heads(k)]
+
+
+def keydiff_scores(q: Tensor, k: Tensor) -> list[list[float]]:
+    out = []
+    for h in _heads(k):
+        unit = [[x / math.hypot(*key) for x in key] for key in k[:, h].double().tolist()]
+        mean = [sum(c) for c in zip(*unit, strict=True)]
+        out.append(
+            [-sum(a * b for a, b in zip(u, mean, strict=True)) / math.hypot(*mean) for u in unit]
+        )
+    return out
+
+
+def snapkv_scores(
+    q: Tensor, k: Tensor, window: int, kernel: int, pooling: str = "max"
+) -> list[list[float]]:
+    """Window queries, softmax over all keys, mean, pooling before the window, mean over the group."""
+    length, group = len(k), q.shape[1] // k.shape[1]
+    window = min(window, length)
+    out = []
+    for h in _heads(k):
+        per_query_head = []
+        for g in range(h * group, h * group + group):
+            mean = [0.0] * (length - window)
+            for i in range(length - window, length):
+                logits = (k[: i + 1, h].double() @ q[i, g].double()) / k.shape[2] ** 0.5
+                for j, p in enumerate(logits.softmax(0).tolist()[: length - window]):
+                    mean[j] += p / window
+            half = kernel // 2
+            near = [mean[max(0, j - half) : j + half + 1] for j in range(len(mean))]
+            per_query_head.append([max(n) if pooling == "max" else sum(n) / kernel for n in near])
+        out.append([sum(c) / group for c in zip(*per_query_head, strict=True)] + [0.0] * window)
+    return out
+
+
+def adakv(
+    scores: Sequence[Sequence[float]], budget: int, alpha: float, sink: int, recent: int
+) -> Rows:
+    """kvpress' form: each head's best alpha * budget are safe, one threshold over the layer."""
+    length = len(scores[0])
+    must = forced(length, budget, sink, recent)
+    if length <= budget:
+        return [list(range(length)) for _ in scores]
+    ranked = [[math.inf if j in must else s for j, s in enumerate(row)] for row in scores]
+    for row in ranked:
+        for j in best(row, int(budget * alpha)):
+            row[j] = math.inf
+    flat = [ranked[h][j] for j in range(length) for h in range(len(scores))]
+    chosen = best(flat, len(scores) * budget)
+    return [[i // len(scores) for i in chosen if i % len(scores) == h] for h in range(len(scores))]
+
+
+def streaming(length: int, budget: int, sink: int, page: int, aligned: bool) -> list[int]:
+    """Sinks and the newest tokens; whole pages are dropped when there is room for it."""
+    if length <= budget:
+        return list(range(length))
+    first = -(-sink // page) * page
+    if not aligned or budget < first + page:
+        must = forced(length, budget, sink, length)
+        return sorted(must)
+    keep = max(n for n in range(budget + 1) if n % page == length % page)
+    return [*range(first), *range(length - keep + first, length)]
+
+
+def quest(
+    q: Tensor, k: Tensor, budget: int, page: int, sink_pages: int = 1, min_pages: int = 3
+) -> Rows:
+    """Pages with the largest bound of q.k for the newest query; open and sink pages are forced."""
+    length, group = len(k), q.shape[1] // k.shape[1]
+    if length <= budget:
+        return [list(range(length)) for _ in _heads(k)]
+    last, count = (length - 1) // page, max(min_pages, budget // page)
+    rows = []
+    for h in _heads(k):
+        bounds = []
+        for p in range(last):
+            low = k[p * page : (p + 1) * page, h].double().amin(0).tolist()
+            high = k[p * page : (p + 1) * page, h].double().amax(0).tolist()
+            queries = q[-1, h * group : (h + 1) * group].double().tolist()
+            bounds.append(
+                max(
+                    sum(max(a * b, a * c) for a, b, c in zip(qq, low, high, strict=True))
+                    for qq in queries
+                )
+            )
+        bounds = [
+            math.inf if p < min(sink_pages, min_pages - 1) else b for p, b in enumerate(bounds)
+        ]
+        pages = best([*bounds, math.inf], count)
+        rows.append([j for p in pages for j in range(p * page, min(p * page + page, length))])
+    return rows
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+    """Dense attention of the newest query under a boolean mask per KV head: [Hq, Dv]."""
+    group, out = q.shape[1] // k.shape[1], []
+    for g in range(q.shape[1]):
+        h = g // group
+        mask = torch.zeros(len(k), dtype=torch.bool)
+        mask[rows[h]] = True
+        logits = (k[:, h] @ q[-1, g]) / k.shape[2] ** 0.5
+        out.append(logits.masked_fill(~mask, -math.inf).softmax(0) @ v[:, h])
+    return torch.stack(out)
+
+
+def blockwise(
+    score: Callable[[Tensor, Tensor], list[list[float]]],
+    q: Tensor,
+    k: Tensor,
+    block: int,
+    choose: Callable[[list[list[float]]], Rows],
+) -> Rows:
+    """Evict after each block, scoring survivors and block together."""
+    kept: Rows = [[] for _ in _heads(k)]
+    for lo in range(0, len(k), block):
+        for h in _heads(k):
+            rows = [*kept[h], *range(lo, min(lo + block, len(k)))]
+            chosen = choose(score(q[rows], k[rows, h : h + 1]))[0]
+            kept[h] = [rows[j] for j in chosen]
+    return kept
+
+
+def _heads(k: Tensor) -> range:
+    return range(k.shape[1])
