@@ -1,1 +1,1 @@
-"""cache"""
+"""Head pages, rows, tables and side tensors: everything the engine stores."""
