@@ -120,7 +120,7 @@ class Scheduler:
         """The next step, its pages reserved; None when there is nothing to run."""
         preempted: list[int] = []
         while True:
-            if not preempted:
+            if not preempted or not self.running:
                 self._admit()
             chunks = self._pick()
             if not chunks:
