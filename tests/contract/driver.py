@@ -30,8 +30,9 @@ class Reads(ReferenceBackend):
     log[i] of the i-th call is [span][kv head] -> positions read, in row order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, attend: bool = True) -> None:
         self.log: list[list[list[list[int]]]] = []
+        self.attend = attend  # False: outputs are zeros, for tests that look at decisions only
 
     def run(
         self, q: Tensor, view: AttentionView, layer: LayerSpec, scores: Tensor | None
@@ -40,6 +41,8 @@ class Reads(ReferenceBackend):
         for s in range(len(view.cu_q) - 1):
             spans.append([self._row(view, s, h) for h in range(layer.kv_heads)])
         self.log.append(spans)
+        if not self.attend:
+            return q.new_zeros(len(q), layer.q_heads, layer.value_dim)
         return super().run(q, view, layer, scores)
 
     @staticmethod
@@ -49,10 +52,9 @@ class Reads(ReferenceBackend):
             pool = segment.payload[0][0]  # [N, Hs, P, D]
             group = head if segment.table.shape[1] > 1 else 0
             inner = head if pool.shape[1] > 1 else 0
-            for j in range(int(segment.lens[span, group])):
-                page = int(segment.table[span, group, j // segment.page_size])
-                key = pool[page, inner, j % segment.page_size]
-                out.append(round(float(key[0]) * POSITIONS))
+            keys = pool[segment.table[span, group].long(), inner].flatten(0, 1)  # [W * P, D]
+            marks = keys[: int(segment.lens[span, group]), 0].double() * POSITIONS
+            out += marks.round().long().tolist()
         return out
 
 

@@ -57,7 +57,7 @@ def keydiff_scores(q: Tensor, k: Tensor) -> list[list[float]]:
 def snapkv_scores(
     q: Tensor, k: Tensor, window: int, kernel: int, pooling: str = "max"
 ) -> list[list[float]]:
-    """Window queries, softmax over all keys, mean, pooling before the window, mean over the group."""
+    """Window queries, softmax over all keys, mean, pooling before the window, group mean."""
     length, group = len(k), q.shape[1] // k.shape[1]
     window = min(window, length)
     out = []

@@ -71,6 +71,7 @@ def drive(
     budget: int | None,
     decodes: int | None = None,
     page_size: int = PAGE,
+    attend: bool = True,
 ) -> Driven:
     """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE."""
     if decodes is None:
@@ -83,7 +84,7 @@ def drive(
         model, merge_plans(model, [method.cache_plan()]), num_pages=2048, dtype=model.dtype,
         poison=True,
     )  # fmt: skip
-    controller, backend = Controller(model, cache, {"m": method}), Reads()
+    controller, backend = Controller(model, cache, {"m": method}), Reads(attend=attend)
     tokens = list(range(sum(steps)))
     request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget)
     cache.admit(request, cache.match(request))

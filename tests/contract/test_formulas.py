@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from contract.driver import make
-from contract.reads import Driven, drive, random_layer, spec_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from contract.driver import make
+from contract.reads import Driven, drive, random_layer, spec_of
 from sparseengine.methods.families import EvictionMethod
 
 LENGTH, BUDGET = 96, 40

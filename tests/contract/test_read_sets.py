@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from contract import oracles
 from contract.cases import CASES
 from contract.driver import PAGE, make
 from contract.reads import Driven, drive, random_layer, spec_of
-from torch import Tensor
-
 from sparseengine.methods import METHODS
 
 HEADS = [(8, 2), (4, 2), (4, 1)]

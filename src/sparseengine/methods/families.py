@@ -145,7 +145,10 @@ class EvictionMethod(Method):
     def observe(self, at: LayerStep) -> None:
         if not self.acts_on(at.layer):
             return
-        for i, chunk in enumerate(at.plan.chunks):
+        for i in range(len(at.plan.chunks) - 1, -1, -1):
+            chunk = at.plan.chunks[i]
+            if chunk.purpose is Purpose.DECODE:
+                return  # DECODE chunks come first: a decode step costs one look
             if chunk.purpose is not Purpose.PREFILL or chunk.stop > chunk.request.prompt_len:
                 continue
             self.watch(at, i)
@@ -217,6 +220,15 @@ class SelectionConfig(MethodConfig):
     min_pages: int = knob(3, "pages read at least, whatever the budget", low=1, high=4096)
 
 
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """Tokens and pages that each span may read, int32 [S, 1], and the most pages of any span."""
+
+    budget: Tensor
+    pages: Tensor
+    width: int
+
+
 class SelectionMethod(Method):
     """Reads the pages with the highest score in each decode step; retains everything.
 
@@ -227,6 +239,10 @@ class SelectionMethod(Method):
 
     traits = Traits(family="selection", query_aware=True, decode_hooks=True, takes="read")
     default_budget = 1024
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        self._seen: tuple[tuple[Chunk, ...], _Limits | None] = ((), None)
 
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(self.config.dense_layers))
@@ -241,36 +257,41 @@ class SelectionMethod(Method):
     def select(self, at: LayerStep) -> Selection | None:
         if not self.acts_on(at.layer):
             return None
-        page = at.page_size
-        budgets = [c.request.budget or 0 for c in at.plan.chunks]
-        if all(max(at.lens(i)) <= b for i, b in enumerate(budgets)):
+        limits = self._limits(at)
+        if limits is None:
             return None
         table, lens = at.table()  # [S, G, W], [S, G]
+        page, columns = at.page_size, table.shape[2]
         scores = self.score_pages(at, table)  # [S, H, W]
-        used = (lens.long() + page - 1) // page
-        column = torch.arange(table.shape[2], device=table.device)
+        used = (lens + page - 1) // page
         last = used[..., None] - 1  # [S, G, 1]
-        forced = (column == last) | (
-            column < min(self.config.sink_pages, self.config.min_pages - 1)
-        )
+        column = torch.arange(columns, device=table.device)
+        sinks = min(self.config.sink_pages, self.config.min_pages - 1)
+        forced = (column == last) | (column < sinks)
         scores = torch.where(forced, float("inf"), torch.nan_to_num(scores, nan=float("-inf")))
         scores = torch.where(column <= last, scores, float("-inf"))
-        count, width = self._counts(budgets, lens, used, page)
-        width = min(width, table.shape[2])
-        count = count.expand(scores.shape[:2]).clamp(max=table.shape[2])
-        return Selection(mask_to_columns(top_mask(scores, count), width))
+        count = torch.where(lens <= limits.budget, used, used.clamp(max=limits.pages))
+        count = count.long().expand(scores.shape[:2])
+        return Selection(mask_to_columns(top_mask(scores, count), min(limits.width, columns)))
 
-    def _counts(
-        self, budgets: Sequence[int], lens: Tensor, used: Tensor, page: int
-    ) -> tuple[Tensor, int]:
-        """Pages to read: int64 [S, G], and an upper bound that is a host number."""
-        least = self.config.min_pages
-        width = max(max(least, -(-b // page)) for b in budgets)
-        if len(set(budgets)) == 1:
-            budget: int | Tensor = budgets[0]
-            limit: int | Tensor = max(least, budgets[0] // page)
-        else:
-            budget = torch.tensor(budgets, dtype=torch.int64, device=lens.device)[:, None]
-            limit = (budget // page).clamp(min=least)
-        capped = torch.minimum(used, torch.as_tensor(limit, device=used.device))
-        return torch.where(lens <= budget, used, capped), width
+    def _limits(self, at: LayerStep) -> _Limits | None:
+        """What this step's requests may read; None when all of them read everything.
+
+        Worked out at the first layer: nothing is evicted, so all layers hold equally many tokens.
+        """
+        chunks = at.plan.chunks
+        if chunks == self._seen[0]:  # mostly the same objects: compared by identity
+            return self._seen[1]
+        least, page = self.config.min_pages, at.page_size
+        budgets = [c.request.budget or 0 for c in chunks]
+        limits = None
+        if any(max(at.lens(i)) > b for i, b in enumerate(budgets)):
+            device = at.q.device
+            budget = torch.tensor(budgets, dtype=torch.int32, device=device)[:, None]
+            limits = _Limits(
+                budget=budget,
+                pages=(budget // page).clamp(min=least),
+                width=max(least, *(-(-b // page) for b in budgets)),
+            )
+        self._seen = (chunks, limits)
+        return limits
