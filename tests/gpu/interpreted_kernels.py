@@ -32,7 +32,7 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(dim=1)])
 def test_store(shape: Shape) -> None:
     check_store(shape, 13, F32, "cpu")
 

@@ -85,7 +85,7 @@ def test_latent_values_are_a_prefix_of_the_keys() -> None:
     check_attention(shape, [1, 70], [[[3300], [400]]], BF16, "cuda", latent=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(dim=1)])
 def test_storage(shape: Shape) -> None:
     for dtype in DTYPES:
         check_store(shape, 333, dtype, "cuda")

@@ -51,6 +51,23 @@ def test_store_puts_every_token_into_its_slot_and_skips_minus_one(layout: str) -
         assert torch.equal(pool.nan_to_num(-1), want.nan_to_num(-1))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_store_into_a_slice_of_a_wider_pool(groups: int) -> None:
+    """Layers that share a table see their heads as a slice of one pool."""
+    wide = pool_of(3, 5, 4, 2)
+    pool = wide[:, 1:3] if groups == 1 else wide[:, 4:5]
+    value = torch.randn(2, 2, 2, dtype=F64)
+    slots = torch.tensor([[5, 2]]) if groups == 1 else torch.tensor([[5, 2], [8, 11]])
+    ops.store((pool,), (value,), slots)
+    if groups == 1:
+        assert torch.equal(wide[1, 1:3, 1], value[0])
+        assert torch.equal(wide[0, 1:3, 2], value[1])
+    else:
+        assert torch.equal(wide[1, 4, 1], value[0, 0])
+        assert torch.equal(wide[2, 4, 3], value[1, 1])
+    assert int(wide.isfinite().sum()) == 8
+
+
 def test_store_casts_to_the_pools_dtype() -> None:
     pool = torch.zeros(1, 1, 4, 2, dtype=torch.bfloat16)
     ops.store((pool,), (torch.ones(1, 1, 2),), torch.tensor([[2]]))

@@ -207,7 +207,7 @@ def bench_sdpa(bench: Bench, context: int) -> None:
         torch.nn.attention.SDPBackend.CUDNN_ATTENTION,
         torch.nn.attention.SDPBackend.FLASH_ATTENTION,
     ):
-        with torch.nn.attention.sdpa_kernel(backend):  # type: ignore[no-untyped-call]
+        with torch.nn.attention.sdpa_kernel(backend):
             call = lambda: attend(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
             name = f"torch SDPA {backend.name[:5].lower()} {context}"
             bench.add(name, [call], 4 * context * HEADS * DIM, None, flop)
@@ -276,7 +276,7 @@ def bench_pages(bench: Bench, spans: int, length: int) -> None:
     pages = table.flatten().long()
     low = torch.empty(pool.shape[0], 1, DIM, device="cuda", dtype=torch.bfloat16)
     high = torch.empty_like(low)
-    call = lambda: ops.page_bounds(pool, pages, low, high)  # noqa: E731
+    call = partial(ops.page_bounds, pool, pages, low, high)
     call()
     error = max(relative_error(low, pool.amin(2)), relative_error(high, pool.amax(2)))
     num_bytes = 2 * spans * length * HEADS * DIM

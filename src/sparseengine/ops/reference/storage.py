@@ -19,17 +19,42 @@ def store(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> N
     -1 skips the token. G = 1 with Hs = H: a slot holds all heads. G = H: every head has its own
     slot, in a page of one head (Hs = 1) or in its place of a page of all heads (Hs = H).
     """
+    if slots.shape[0] == 1:
+        _store_shared(pools, values, slots[0])
+    else:
+        _store_per_head(pools, values, slots)
+
+
+def _store_shared(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
     page_size = pools[0].shape[2]
-    groups = slots.shape[0]
-    group, token = (slots >= 0).nonzero(as_tuple=True)
-    slot = slots[group, token]
-    page, offset = slot // page_size, slot % page_size
+    token: Tensor | None = None
+    if bool((slots < 0).any()):
+        token = (slots >= 0).nonzero()[:, 0]
+        slots = slots[token]
+    at = slots // page_size, slots % page_size
     for pool, value in zip(pools, values, strict=True):
-        if groups == 1:
-            pool[page, :, offset] = value[token].to(pool.dtype)
-        else:
-            head = group if pool.shape[1] > 1 else torch.zeros_like(group)
-            pool[page, head, offset] = value[token, group].to(pool.dtype)
+        source = value.to(pool.dtype)
+        pool.transpose(1, 2)[at] = source if token is None else source[token]  # [T, H, D]
+
+
+def _store_per_head(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
+    inner, page_size = pools[0].shape[1:3]
+    flat = slots.flatten()  # [G * T]
+    kept: Tensor | None = None
+    if bool((flat < 0).any()):
+        kept = (flat >= 0).nonzero()[:, 0]
+        flat = flat[kept]
+    for pool, value in zip(pools, values, strict=True):
+        source = value.transpose(0, 1).reshape(-1, value.shape[2]).to(pool.dtype)  # [G * T, D]
+        source = source if kept is None else source[kept]
+        if inner == 1 and pool.is_contiguous():
+            pool.view(-1, pool.shape[3]).index_copy_(0, flat, source)
+            continue
+        head = torch.zeros_like(slots)
+        if inner > 1:
+            head += torch.arange(inner, device=slots.device)[:, None]
+        head = head.flatten() if kept is None else head.flatten()[kept]
+        pool[flat // page_size, head, flat % page_size] = source
 
 
 def compact(pools: Sequence[Tensor], table: Tensor, mask: Tensor) -> None:

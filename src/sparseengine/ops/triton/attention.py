@@ -22,7 +22,7 @@ _LOG2E = 1.4426950408889634
 _MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
 _MAX_SPLIT_TOKENS = 2048  # longer ones let one long row set the pace of a batch
 _MAX_SPLITS = 256
-_PROGRAMS_PER_SM = 8
+_PROGRAMS_PER_SM = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,16 @@ def _row_place(
         return length, length, 0
 
 
-@triton.jit
+# Numbers and addresses that change from step to step: a variant of the kernel for each of their
+# alignments would be compiled in the middle of serving.
+_VARYING = ["table_ss", "table_sg", "lens_ss", "lens_sg", "window"]
+_VARYING_POINTERS = ["table", "lens", "total", "base", "cu_q"]
+
+
+@triton.jit(
+    do_not_specialize=[*_VARYING, "splits", "split_tokens", "first_split", "all_splits"],
+    do_not_specialize_on_alignment=_VARYING_POINTERS[:4],
+)
 def _decode_kernel(
     q, k, v, table, lens, total, base, out, lse,
     scale, window, splits, split_tokens, first_split, all_splits,
@@ -168,7 +177,7 @@ def _decode_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge_kernel(
     part, lse, out, splits, out_st, out_sh,
     Q_HEADS: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -295,7 +304,9 @@ def _prefill_tile(
     return new, norm, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[*_VARYING, "first_span"], do_not_specialize_on_alignment=_VARYING_POINTERS
+)
 def _prefill_kernel(
     q, k, v, table, lens, total, base, cu_q, out, lse, scale, window, first_span,
     q_st, q_sh, o_st, o_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp,

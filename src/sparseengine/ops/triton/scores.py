@@ -27,7 +27,12 @@ def _key_tile(
     return tl.load(k + at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
 
 
-@triton.jit
+_VARYING = ["table_sg", "lens_sg", "window"]  # no new variant of a kernel when they change
+
+
+@triton.jit(
+    do_not_specialize=[*_VARYING, "num_splits"], do_not_specialize_on_alignment=["table", "lens"]
+)
 def _mass_lse_kernel(
     q, k, table, lens, part, window, num_splits, scale,
     q_st, q_sh, k_sn, k_sh, k_sp, table_sg, lens_sg,
@@ -66,7 +71,9 @@ def _mass_lse_kernel(
     tl.store(part + (head * num_splits + split) * GROUP * window + m, lse, mask=ok)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[*_VARYING, "max_len"], do_not_specialize_on_alignment=["table", "lens"]
+)
 def _mass_reduce_kernel(
     q, k, table, lens, lse, out, window, max_len, scale,
     q_st, q_sh, k_sn, k_sh, k_sp, table_sg, lens_sg,
@@ -186,7 +193,9 @@ def page_bounds(k_pool: Tensor, pages: Tensor, kmin: Tensor, kmax: Tensor) -> No
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["table_ss", "table_sg", "width"], do_not_specialize_on_alignment=["table"]
+)
 def _page_scores_kernel(
     q, kmin, kmax, table, out, width,
     q_st, q_sh, b_sn, b_sh, table_ss, table_sg,

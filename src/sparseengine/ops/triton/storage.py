@@ -28,7 +28,7 @@ def _store_one(
     tl.store(pool + to[:, None] + d[None, :], x.to(pool.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "slots_sg"], do_not_specialize_on_alignment=["slots"])
 def _store_kernel(
     pool0, pool1, value0, value1, slots, num_tokens,
     p0_sn, p0_sh, p0_sp, p1_sn, p1_sh, p1_sp, v0_st, v0_sh, v1_st, v1_sh, slots_sg,
@@ -84,7 +84,7 @@ def _store_pair(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "mask_sr"], do_not_specialize_on_alignment=["mask"])
 def _kept_kernel(mask, kept, count, fixed, length, mask_sr, BLOCK: tl.constexpr):
     """One row: its kept slots in order, how many, and how many of them are in place already."""
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +101,7 @@ def _kept_kernel(mask, kept, count, fixed, length, mask_sr, BLOCK: tl.constexpr)
     tl.store(fixed + row, still)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "table_sr"], do_not_specialize_on_alignment=["table"])
 def _compact_kernel(
     pool, table, kept, count, fixed, length, pool_sn, pool_sh, pool_sp, table_sr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr,
