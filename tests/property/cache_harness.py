@@ -85,8 +85,7 @@ class Mirror:
         plan = step_plan(counts, purpose)
         try:
             self.cache.reserve(plan)
-        except CapacityError as error:
-            assert error.needed > error.available
+        except CapacityError:
             return False
         total = plan.num_tokens
         ids = np.arange(self.next_token, self.next_token + total)
@@ -176,7 +175,9 @@ class Mirror:
     def _pages(self, rid: int, layer: int, head: int) -> np.ndarray:
         span = self.group.geo.layer_rows(layer)
         row = span.start + (head if self.ragged is Ragged.HEAD else 0)
-        return self.group.rows.table[self.cache._slot(rid), row].astype(np.int64)
+        slot, tables = self.cache._slot(rid), self.group.rows.tables
+        first = int(tables.base[slot] + row * tables.width[slot])
+        return tables.arena[first : first + int(tables.width[slot])].astype(np.int64)
 
     def _compare_row(self, rid: int, layer: int, head: int, tokens: list[int]) -> None:
         pages = self._pages(rid, layer, head)

@@ -23,7 +23,7 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.cache.group import GroupCache
 from sparseengine.cache.plan import Geometry
-from sparseengine.cache.rows import Index, Ints
+from sparseengine.cache.tables import Index, Ints
 from sparseengine.core.specs import LayerKind, Ragged
 from sparseengine.core.view import Keep
 
@@ -153,7 +153,8 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
     else:  # on a device, finding page-aligned masks would cost another round trip
         spliced, order = np.zeros(changed.size, np.bool_), np.zeros((0, 1), np.int64)
     i, col = _written(group, kept, first, ~spliced)
-    page = group.rows.table[slots[i], rows[i], col]
+    tables = group.rows.tables
+    page = tables.arena[tables.at(slots[i], rows[i], col)]
     copy = group.rows.must_copy(page)
     i, col = i[copy], col[copy]
     return Compaction(
@@ -213,11 +214,11 @@ def _written(group: GroupCache, kept: Ints, first: Ints, moving: Bools) -> tuple
 
 def carry_out(group: GroupCache, c: Compaction) -> None:
     """Copy what is shared, move what moves, splice the rest, free what is left over."""
-    table = group.rows
+    table, tables = group.rows, group.rows.tables
     if c.copy_page.size:
         fresh = table.take(c.copy_page.size)
         group.copy_pages(c.copy_page, fresh)
-        table.table[c.copy_slot, c.copy_row, c.copy_col] = fresh
+        tables.arena[tables.at(c.copy_slot, c.copy_row, c.copy_col)] = fresh
         freed = table.drop(c.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
     moving = np.flatnonzero(~c.spliced)
@@ -229,22 +230,23 @@ def carry_out(group: GroupCache, c: Compaction) -> None:
     have, keep = table.held(old[moving]), table.held(kept)
     cols = np.arange(int(have.max(initial=0)))
     tail = (cols >= keep[:, None]) & (cols < have[:, None])
-    dropped.append(table.table[slots, rows, : cols.size][tail])
+    i, col = np.nonzero(tail)
+    dropped.append(tables.arena[tables.at(slots[i], rows[i], col)])
     begin = c.first[moving] // np.int32(group.geo.page_size)
     table.sealed[slots, rows] = np.minimum(table.sealed[slots, rows], begin)
     table.lens[c.slots, c.rows] = c.kept
     freed = table.drop(np.concatenate(dropped))
-    changed = np.flatnonzero(c.spliced)
-    touched = np.concatenate([c.slots[changed], c.copy_slot])
-    group.mirror_rows(touched, np.concatenate([c.rows[changed], c.copy_row]))
+    tables.touch(np.unique(np.concatenate([c.slots[c.spliced], c.copy_slot])))
+    for slot in np.unique(c.slots):
+        table.trim(int(slot))
     group.poison_pages(freed)
     group.poison_tails(c.slots, c.rows)
 
 
 def _move(group: GroupCache, c: Compaction, moving: Index) -> None:
     slots, rows = c.slots[moving], c.rows[moving]
-    width = group.rows.held(group.rows.lens[slots, rows]).max()
-    table = group.upload(group.rows.table[slots, rows, :width])
+    width = int(group.rows.held(group.rows.lens[slots, rows]).max())
+    table = group.upload(group.rows.tables.block(slots, rows, width))
     mask = c.mask.to(group.device)
     if moving.size < c.kept.size:
         mask = mask[group.upload(moving)]
@@ -256,14 +258,13 @@ def _splice(group: GroupCache, c: Compaction, at: Index, old: Ints) -> Ints:
     table, p = group.rows, np.int32(group.geo.page_size)
     slots, rows, order = c.slots[at], c.rows[at], c.order[at]
     width = order.shape[1]
-    was = table.table[slots, rows, :width]
-    now = np.take_along_axis(was, order, axis=1)
-    table.table[slots, rows, :width] = now
+    now = np.take_along_axis(table.tables.block(slots, rows, width), order, axis=1)
     keep, have = table.held(c.kept[at]), table.held(old[at])
     # the kept pages come first, so the columns from `keep` on are the dropped ones and the padding
-    source = order[:, :width]
-    gone = (np.arange(width) >= keep[:, None]) & (source < have[:, None])
+    i, col = np.nonzero(np.arange(width) < keep[:, None])
+    table.tables.arena[table.tables.at(slots[i], rows[i], col)] = now[i, col]
+    gone = (np.arange(width) >= keep[:, None]) & (order < have[:, None])
     sealed = table.sealed[slots, rows]
-    still = ((np.arange(width) < keep[:, None]) & (source < sealed[:, None])).sum(1)
+    still = ((np.arange(width) < keep[:, None]) & (order < sealed[:, None])).sum(1)
     table.sealed[slots, rows] = np.minimum(still, c.kept[at] // p)
     return np.asarray(now[gone])

@@ -11,26 +11,53 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.cache.memory import CacheBytes
 from sparseengine.cache.plan import Geometry
-from sparseengine.cache.rows import Delta, Draft, Index, Ints, RowTable
+from sparseengine.cache.rows import Delta, Draft, RowTable
+from sparseengine.cache.tables import Index, Ints
 from sparseengine.core.specs import Per
 
+# Table entries of one step that are gathered at once; more are gathered layer by layer, since a
+# long prompt beside many short requests would make the padded table of all layers large.
+_EAGER_ENTRIES = 1 << 24
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class StepTensors:
     """What one step needs of one group; per-layer views are slices of these.
 
-    table int32 [S, R, W]; lens int32 [S, R], this step's tokens included; slots int64 [R, T] flat
-    slot (page * P + offset) of each new token; host_lens is `lens` on the host.
+    lens int32 [S, R], this step's tokens included; slots int64 [R, T] flat slot (page * P + offset)
+    of each new token; host_lens is `lens` on the host. arena, base, width: the packed tables and
+    where each chunk's is (see cache/tables.py); columns: W of the padded table.
     """
 
-    table: Tensor
     lens: Tensor
     slots: Tensor
     host_lens: Ints
+    arena: Tensor
+    base: Tensor  # int64 [S]
+    width: Tensor  # int64 [S]
+    columns: int
+    whole: Tensor | None = None  # int32 [S, R, W]
+    last: tuple[slice, Tensor] | None = None
 
     @property
     def max_len(self) -> int:
         return int(self.host_lens.max(initial=0))
+
+    def table(self, rows: slice) -> Tensor:
+        """int32 [S, G, W] page ids of some rows of every chunk, padded with ids in range."""
+        if self.whole is not None:
+            return self.whole[:, rows]
+        if self.last is None or self.last[0] != rows:
+            self.last = rows, self.gather(rows)
+        return self.last[1]
+
+    def gather(self, rows: slice) -> Tensor:
+        device = self.base.device
+        row = torch.arange(rows.start, rows.stop, device=device)
+        end = (self.width - 1).clamp_min(0)[:, None]
+        column = torch.minimum(torch.arange(self.columns, device=device), end)  # [S, W]
+        start = self.base[:, None] + row * self.width[:, None]  # [S, G]
+        return self.arena[start[:, :, None] + column[:, None]]
 
 
 class GroupCache:
@@ -63,35 +90,22 @@ class GroupCache:
             a.name: torch.empty((n, u, *a.dims(geo.spec)), dtype=a.dtype, device=device)
             for a in geo.aux_of(Per.PAGE)
         }
-        self.mirror = self._mirror()
+        self.mirror = torch.from_numpy(self.rows.tables.arena).to(device)
         self.step: StepTensors | None = None
         if poison:
             self.poison_pages(np.arange(n, dtype=np.int32))
 
-    # ── device mirror of the table ───────────────────────────────────────────────────────────────
-
-    def _mirror(self) -> Tensor:
-        """On the CPU the host table itself; on a device a copy that deltas keep equal."""
-        host = torch.from_numpy(self.rows.table)
-        return host if self.device.type == "cpu" else host.to(self.device)
-
-    def grow_slots(self, capacity: int) -> None:
-        self.rows.grow_slots(capacity)
-        self.mirror = self._mirror()
-
-    def fit_width(self, used: int) -> None:
-        if self.rows.fit_width(used):
-            self.mirror = self._mirror()
-
-    def trim(self) -> None:
-        """Give back table width that nobody uses any more."""
-        self.fit_width(self.rows.max_held())
-
-    def mirror_rows(self, slots: Index, rows: Index) -> None:
-        """Copy whole table rows to the device."""
-        if self.device.type != "cpu" and slots.size:
-            new = torch.from_numpy(self.rows.table[slots, rows]).to(self.device)
-            self.mirror[self.upload(slots), self.upload(rows)] = new
+    def sync_tables(self) -> None:
+        """Bring the device copy of the tables up to date; on the CPU it is the host's memory."""
+        replaced, ranges = self.rows.tables.take_stale()
+        host = torch.from_numpy(self.rows.tables.arena)
+        if self.device.type == "cpu":
+            self.mirror = host
+        elif replaced:
+            self.mirror = host.to(self.device)
+        else:
+            for lo, hi in ranges:
+                self.mirror[lo:hi].copy_(host[lo:hi])
 
     def upload(self, array: Index | Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -103,28 +117,37 @@ class GroupCache:
 
         owner, offset: int64 [T] on the device: the chunk of each token and its index in the chunk.
         """
-        used = int((draft.have + draft.need).max(initial=0))
-        self.fit_width(max(used, self.rows.max_held()))  # others may hold longer rows
         delta = self.rows.commit(draft)
+        self.sync_tables()
         if self.device.type != "cpu" and delta.flat.size:
-            self.mirror.view(-1)[self.upload(delta.flat)] = self.upload(delta.pages)
+            self.mirror[self.upload(delta.flat)] = self.upload(delta.pages)
         if delta.src.size:
             self.copy_pages(delta.src, delta.dst)
-        width = max(1, used)
-        table = self.mirror[:, :, :width].index_select(0, self.upload(draft.slots))  # [S, R, W]
-        lens = self.upload(draft.new)
-        start = self.upload(draft.new - tokens[:, None].astype(np.int32)).long()  # [S, R]
+        p, tables = self.geo.page_size, self.rows.tables
+        base = self.upload(tables.base[draft.slots])
+        width = self.upload(tables.width[draft.slots])
+        start = self.upload(draft.new - tokens[:, None].astype(np.int32))  # [S, R]
         position = (start[owner] + offset[:, None]).T  # [R, T]
-        p = self.geo.page_size
+        column, place = _divmod(position, p)
         row = torch.arange(self.geo.rows, device=self.device)[:, None]
-        page = table.view(-1)[(owner * self.geo.rows + row) * width + position // p]
-        slots = page.long() * p + position % p
-        self.step = StepTensors(table=table, lens=lens, slots=slots, host_lens=draft.new)
+        page = self.mirror[base[owner] + row * width[owner] + column]
+        slots = page.long() * p + place
+        self.step = StepTensors(
+            lens=self.upload(draft.new),
+            slots=slots,
+            host_lens=draft.new,
+            arena=self.mirror,
+            base=base,
+            width=width,
+            columns=max(1, int((draft.have + draft.need).max(initial=0))),
+        )
+        if draft.new.size * self.step.columns <= _EAGER_ENTRIES:
+            self.step.whole = self.step.gather(slice(0, self.geo.rows))
         self._zero_aux(delta, slots)
 
     def _zero_aux(self, delta: Delta, slots: Tensor) -> None:
         if self.slot_aux:
-            page, offset = slots.view(-1) // self.geo.page_size, slots.view(-1) % self.geo.page_size
+            page, offset = _divmod(slots.view(-1), self.geo.page_size)
             for aux in self.slot_aux.values():
                 aux[page, :, offset] = 0
         if self.page_aux and delta.num_new:
@@ -175,7 +198,8 @@ class GroupCache:
         lens = self.rows.lens[slots, rows]
         opened = lens % self.geo.page_size > 0
         slots, rows, lens = slots[opened], rows[opened], lens[opened]
-        page = self.rows.table[slots, rows, lens // self.geo.page_size]
+        tables = self.rows.tables
+        page = tables.arena[tables.at(slots, rows, lens // self.geo.page_size)]
         own = self.rows.ref[page] == 1
         tail = np.arange(self.geo.page_size) >= (lens[own] % self.geo.page_size)[:, None]
         at, offset = np.nonzero(tail)
@@ -187,7 +211,9 @@ class GroupCache:
 
     def bytes(self) -> CacheBytes:
         r = self.rows
-        host = r.table.nbytes + r.lens.nbytes + r.sealed.nbytes + r.ref.nbytes + r.free.nbytes
+        host = (
+            r.tables.arena.nbytes + r.lens.nbytes + r.sealed.nbytes + r.ref.nbytes + r.free.nbytes
+        )
         device = 0 if self.device.type == "cpu" else self.mirror.nbytes
         aux = [*self.slot_aux.values(), *self.page_aux.values()]
         return CacheBytes(
@@ -198,12 +224,18 @@ class GroupCache:
 
     def check(self, slots: list[int]) -> None:
         self.rows.check(slots)
-        live = np.arange(self.rows.table.shape[2]) < self.rows.held(self.rows.lens)[:, :, None]
-        mirror = self.mirror.cpu().numpy()
-        assert mirror.shape == self.rows.table.shape, "the device table has another shape"
-        assert np.array_equal(mirror[live], self.rows.table[live]), (
-            "the device table is out of date"
-        )
+        self.sync_tables()
+        live = self.rows.live_entries(slots)
+        mirror, arena = self.mirror.cpu().numpy(), self.rows.tables.arena
+        assert mirror.shape == arena.shape, "the device tables have another size"
+        assert np.array_equal(mirror[live], arena[live]), "the device tables are out of date"
+
+
+def _divmod(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """(index // size, index % size), by bits where size is a power of two."""
+    if size & (size - 1) == 0:
+        return index >> (size.bit_length() - 1), index & (size - 1)
+    return index // size, index % size
 
 
 def _poison(dtype: torch.dtype) -> float | int:

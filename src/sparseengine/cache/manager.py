@@ -101,8 +101,6 @@ class PagedCache:
         source, slot = self._slot(source_id), self._new_slot(request_id)
         for g in self.groups:
             g.rows.fork(source, slot)
-            rows = np.arange(g.geo.rows)
-            g.mirror_rows(np.full_like(rows, slot), rows)
         self._stored[request_id] = self._stored[source_id]
         if source in self._dirty:
             self._dirty.add(slot)
@@ -121,7 +119,6 @@ class PagedCache:
         slot = self._slot(request_id)
         for g in self.groups:
             g.poison_pages(g.rows.release(slot))
-            g.trim()
         del self._slot_of[request_id], self._stored[request_id]
         self._idle_slots.append(slot)
         self._dirty.discard(slot)
@@ -139,7 +136,7 @@ class PagedCache:
             self._idle_slots = list(range(capacity - 1, self._capacity - 1, -1))
             self._capacity = capacity
             for g in self.groups:
-                g.grow_slots(capacity)
+                g.rows.grow_slots(capacity)
         slot = self._idle_slots.pop()
         self._slot_of[request_id] = slot
         self._stored[request_id] = 0
@@ -194,7 +191,7 @@ class PagedCache:
             payload=tuple((pool,) for pool in group.layer_pools(layer)),
             codec=(),
             values_in_keys=spec.kind is LayerKind.LATENT,
-            table=step.table[:, rows],
+            table=step.table(rows),
             lens=step.lens[:, rows],
             page_size=size,
         )
@@ -267,7 +264,6 @@ class PagedCache:
         for g, draft in drafts:
             compact.carry_out(g, draft)
             self._dirty.update(int(s) for s in np.unique(draft.slots))
-            g.trim()
 
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
         """Full pages of the plan's requests, and of rows compacted since, not reported yet.

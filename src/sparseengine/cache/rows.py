@@ -5,7 +5,7 @@ are addressed by a slot s < S_cap that the manager hands out; R rows each.
 
     lens   int32 [S_cap, R]          tokens in a row
     sealed int32 [S_cap, R]          leading full pages that were reported already
-    table  int32 [S_cap, R, W_cap]   bundle ids; entries past a row's pages are stale, but in range
+    tables PageTables                bundle ids; entries past a row's pages are stale, but in range
     ref    int32 [N]                 owners of a bundle; bundle 0 is trash: never owned, never free
 """
 
@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
-Index = NDArray[np.int64]
+from sparseengine.cache.tables import Index, Ints, PageTables
 
 TRASH = 0
 
@@ -60,13 +59,13 @@ class Delta:
 
 
 class RowTable:
-    """Rows of all requests of one group. Tables grow by doubling with the pages in use."""
+    """Rows of all requests of one group."""
 
     def __init__(self, rows: int, page_size: int, num_pages: int) -> None:
         self.rows, self.page_size, self.num_pages = rows, page_size, num_pages
         self.lens: Ints = np.zeros((0, rows), np.int32)
         self.sealed: Ints = np.zeros((0, rows), np.int32)
-        self.table: Ints = np.zeros((0, rows, 1), np.int32)
+        self.tables = PageTables(rows)
         self.ref: Ints = np.zeros(num_pages + 1, np.int32)
         self.free: Ints = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, low ids on top
         self.num_free = num_pages
@@ -80,33 +79,14 @@ class RowTable:
         """Pages that rows of these lengths hold."""
         return -(-lens // np.int32(self.page_size))
 
-    # ── capacity of the host arrays ──────────────────────────────────────────────────────────────
-
     def grow_slots(self, capacity: int) -> None:
-        more = capacity - self.lens.shape[0]
-        if more > 0:
-            pad = ((0, more), (0, 0))
-            self.lens, self.sealed = np.pad(self.lens, pad), np.pad(self.sealed, pad)
-            self.table = np.pad(self.table, (*pad, (0, 0)))
+        pad = ((0, capacity - self.lens.shape[0]), (0, 0))
+        self.lens, self.sealed = np.pad(self.lens, pad), np.pad(self.sealed, pad)
+        self.tables.grow_slots(capacity)
 
-    def fit_width(self, used: int) -> bool:
-        """Double or halve W_cap to fit `used` pages; True if the table was replaced."""
-        width = self.table.shape[2]
-        target = width
-        while target < used:
-            target *= 2
-        while target > 4 * max(used, 1):
-            target //= 2
-        if target == width:
-            return False
-        fresh = np.zeros((*self.table.shape[:2], target), np.int32)
-        keep = min(width, target)
-        fresh[:, :, :keep] = self.table[:, :, :keep]
-        self.table = fresh
-        return True
-
-    def max_held(self) -> int:
-        return -(-int(self.lens.max(initial=0)) // self.page_size)
+    def trim(self, slot: int) -> None:
+        """Give back table width that a request does not use any more."""
+        self.tables.shrink(slot, int(self.held(self.lens[slot]).max(initial=0)))
 
     # ── the page pool ────────────────────────────────────────────────────────────────────────────
 
@@ -120,6 +100,8 @@ class RowTable:
 
     def drop(self, pages: Ints) -> Ints:
         """Give up one reference to each listed page; returns those that came free."""
+        if pages.size == 0:
+            return pages
         shared = self.any_shared
         self.num_refs -= pages.size
         if shared:
@@ -156,7 +138,7 @@ class RowTable:
         page = np.zeros(0, np.int32)
         if self.any_shared:
             s, r = np.nonzero((old % self.page_size > 0) & (tokens > 0)[:, None])
-            page = self.table[slots[s], r, have[s, r] - 1]
+            page = self.tables.arena[self.tables.at(slots[s], r, have[s, r] - 1)]
             copy = self.must_copy(page)
             s, r, page = s[copy], r[copy], page[copy]
         return Draft(
@@ -164,8 +146,8 @@ class RowTable:
         )
 
     def commit(self, d: Draft) -> Delta:
-        """Take the draft's pages. The table must be wide enough (`fit_width`) already."""
-        width = self.table.shape[2]
+        """Take the draft's pages and enter them into the tables."""
+        self.tables.fit(d.slots, (d.have + d.need).max(1, initial=0))
         fresh = self.take(d.pages)
         dst, rest = fresh[: d.copy_page.size], fresh[d.copy_page.size :]
         counts = d.need.ravel()
@@ -174,11 +156,11 @@ class RowTable:
         row = np.repeat(grown, counts)
         ends = np.cumsum(counts)
         col = np.arange(rest.size) - np.repeat(ends - counts - base, counts)
-        at = (d.slots[row // self.rows] * self.rows + row % self.rows) * width + col
+        at = self.tables.at(d.slots[row // self.rows], row % self.rows, col)
         open_col = d.have[d.copy_slot, d.copy_row] - 1
-        open_at = (d.slots[d.copy_slot] * self.rows + d.copy_row) * width + open_col
-        flat = np.concatenate([open_at, at]).astype(np.int64)
-        self.table.reshape(-1)[flat] = fresh
+        open_at = self.tables.at(d.slots[d.copy_slot], d.copy_row, open_col)
+        flat = np.concatenate([open_at, at])
+        self.tables.arena[flat] = fresh
         freed = self.drop(d.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
         self.lens[d.slots] = d.new
@@ -193,12 +175,13 @@ class RowTable:
         live = cols < have[:, None]
         if first is not None:
             live &= cols >= first[:, None]
-        return np.asarray(self.table[slot, :, : cols.size][live])
+        row, col = np.nonzero(live)
+        return np.asarray(self.tables.arena[self.tables.at(np.full_like(row, slot), row, col)])
 
     def fork(self, source: int, slot: int) -> None:
         pages = self.pages_of(source)
         self.lens[slot], self.sealed[slot] = self.lens[source], self.sealed[source]
-        self.table[slot] = self.table[source]
+        self.tables.copy(source, slot)
         self.ref[pages] += 1
         self.num_refs += pages.size
 
@@ -211,12 +194,14 @@ class RowTable:
         freed = self.drop(self.pages_of(slot, self.held(new)))
         self.lens[slot] = new
         self.sealed[slot] = np.minimum(self.sealed[slot], new // self.page_size)
+        self.trim(slot)
         return freed
 
     def release(self, slot: int) -> Ints:
         freed = self.drop(self.pages_of(slot))
         self.lens[slot] = 0
         self.sealed[slot] = 0
+        self.tables.drop(slot)
         return freed
 
     # ── sealing ──────────────────────────────────────────────────────────────────────────────────
@@ -234,11 +219,19 @@ class RowTable:
         row = np.repeat(grown, counts)
         first = done.ravel()[grown] - (np.cumsum(counts) - counts)
         col = np.arange(row.size) + np.repeat(first, counts)
-        pages = self.table[slots[row // self.rows], row % self.rows, col]
         rows = row % self.rows
+        pages = self.tables.arena[self.tables.at(slots[row // self.rows], rows, col)]
         # shared pages are full in several requests at once: report each once per row
         _, once = np.unique(rows * (self.num_pages + 1) + pages, return_index=True)
         return rows[once], pages[once]
+
+    def live_entries(self, slots: list[int]) -> Index:
+        """Flat index of every table entry in use of some requests."""
+        chosen = np.array(slots, np.int64)
+        counts = self.held(self.lens[chosen]).ravel()
+        row = np.repeat(np.arange(counts.size), counts)
+        col = np.arange(row.size) - np.repeat(np.cumsum(counts) - counts, counts)
+        return self.tables.at(chosen[row // self.rows], row % self.rows, col)
 
     # ── invariants ───────────────────────────────────────────────────────────────────────────────
 
@@ -251,9 +244,8 @@ class RowTable:
         assert (lens >= 0).all(), "a row has a negative length"
         assert (sealed <= lens // self.page_size).all(), "an open page counts as sealed"
         have = self.held(lens)
-        assert int(have.max(initial=0)) <= self.table.shape[2], "a row is wider than its table"
-        live = np.arange(self.table.shape[2]) < have[:, :, None]
-        pages = self.table[slots][live]
+        assert (have.max(1, initial=0) <= self.tables.width[slots]).all(), "a table is too narrow"
+        pages = self.tables.arena[self.live_entries(slots)]
         assert ((pages > TRASH) & (pages <= self.num_pages)).all(), (
             "a row holds a page out of range"
         )

@@ -70,13 +70,13 @@ class LayerView:
     def table(self) -> tuple[Tensor, Tensor]:
         step = self._group.current()
         spans = _runs([(c, c + 1) for c in self._chunks])
-        table, lens = step.table[:, self._rows], step.lens[:, self._rows]
+        table, lens = step.table(self._rows), step.lens[:, self._rows]
         return _take(table, spans), _take(lens, spans)
 
     def _row(self, chunk: int) -> tuple[Tensor, Tensor]:
         """(int32 [G, W] table, int32 [G] lengths) of one chunk."""
         step, c = self._group.current(), self._chunks[chunk]
-        return step.table[c, self._rows], step.lens[c, self._rows]
+        return step.table(self._rows)[c], step.lens[c, self._rows]
 
     def aux(self, name: str) -> Tensor:
         units = self._group.geo.layer_units(self.layer)
