@@ -26,4 +26,4 @@ generate: setup ## write docs/reference/ from the code
 	@$(BIN)/python scripts/generate.py
 
 bench-smoke: setup ## the benchmark on a tiny random model, in seconds
-	@$(BIN)/sparseengine bench throughput --load-format dummy --hf-config tiny-llama --input-len 64 --output-len 8 --batch-size 2 --sparse-method snapkv --kv-budget 32
+	@$(BIN)/sparseengine bench throughput --load-format dummy --hf-config smollm2-135m --hf-overrides '{"num_hidden_layers": 2}' --input-len 64 --output-len 8 --batch-size 2 --sparse-method snapkv --kv-budget 32

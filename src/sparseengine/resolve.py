@@ -7,7 +7,7 @@ that a model cannot carry, backends that cannot run. Nothing after this reads th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
     spec = model_spec(source.hf_config, dtype)
     max_model_len = _max_model_len(config, known, spec)
     methods = _methods(config, spec)
-    groups = _groups(config, known, methods, spec)
+    groups = tuple(merge_plans(spec, [m.cache_plan() for m in methods]))
     _check_budget(config, methods[0], max_model_len)
     caps = device_caps(device)
     return Resolved(
@@ -165,29 +165,12 @@ def _methods(config: EngineConfig, spec: ModelSpec) -> list[SparseMethod]:
     for name in names:
         knobs = config.sparse.knobs if name == default else {}
         try:
-            method = make_method(name, knobs, spec)
+            method = make_method(name, knobs, spec, page_size=config.cache.block_size)
         except RequestError as error:
             raise ConfigError(f"--sparse-config: {error}") from None
         check_model(method, spec)
         methods.append(method)
     return methods
-
-
-def _groups(
-    config: EngineConfig, known: Mapping[str, Value], methods: list[SparseMethod], spec: ModelSpec
-) -> tuple[CacheGroup, ...]:
-    """The union of the methods' cache plans, at the configured page size.
-
-    A plan that leaves the page size at its default takes --block-size; one that names its own keeps
-    it, and `merge_plans` refuses what cannot be stored together.
-    """
-    neutral = CacheGroup(layers=()).page_size
-    size = config.cache.block_size
-    plans = [
-        tuple(replace(g, page_size=size) if g.page_size == neutral else g for g in m.cache_plan())
-        for m in methods
-    ]
-    return tuple(merge_plans(spec, plans))
 
 
 def _check_budget(config: EngineConfig, method: SparseMethod, max_model_len: int) -> None:
@@ -260,7 +243,8 @@ def explain(resolved: Resolved, *, prompt_len: int | None = None, max_tokens: in
 def _explain_method(resolved: Resolved, name: str, length: int, max_tokens: int) -> dict[str, Any]:
     is_default = name == resolved.methods[0]
     knobs = resolved.config.sparse.knobs if is_default else {}
-    method = make_method(name, knobs, resolved.spec)
+    size = resolved.config.cache.block_size
+    method = make_method(name, knobs, resolved.spec, page_size=size)
     params = resolved.sparse if is_default else SparseParams(name)
     budget = resolve_budget(type(method), params, length)
     demand = method.demand(length, max_tokens, budget)

@@ -1,0 +1,180 @@
+"""Flags of `bench throughput`, and the plan they make: which engines, which shapes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparseengine.config import EngineConfig, default_of
+from sparseengine.console import add_engine_arguments, engine_config
+from sparseengine.errors import ConfigError
+from sparseengine.provenance import read_size
+
+if TYPE_CHECKING:
+    from sparseengine.llm import LLM
+
+MIN_STEPS = 5
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--methods", metavar="A,B", help="several methods, as --sparse-method a,b (dense is added)"
+    )
+    parser.add_argument(
+        "--input-len", "--lengths", dest="lengths", default="1024", metavar="N,N", help="prompts"
+    )
+    parser.add_argument(
+        "--output-len", type=int, default=128, metavar="N", help="tokens per request [default: 128]"
+    )
+    parser.add_argument(
+        "--batch-size",
+        "--batch-sizes",
+        "--num-prompts",
+        dest="batches",
+        default="1",
+        metavar="N,N",
+        help="requests at once; `max` is what fits with the engine's memory [default: 1]",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=1, metavar="N", help="runs of each batch [default: 1]"
+    )
+    parser.add_argument(
+        "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
+    )
+    parser.add_argument(
+        "--compare-transformers",
+        action="store_true",
+        help="also run transformers' generate on the same prompts and cores",
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+    )
+    add_engine_arguments(parser)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a run measures: engines by label (dense first), prompt lengths, batch sizes."""
+
+    engines: tuple[tuple[str, EngineConfig], ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int | str, ...]
+    output_len: int
+    repeats: int
+    compare_transformers: bool
+
+    def fixed_batches(self) -> list[int]:
+        return [b for b in self.batches if isinstance(b, int)]
+
+    def shapes(self, llm: LLM) -> Iterator[tuple[int, int]]:
+        """(input length, batch size) pairs; `max` is resolved by this engine's memory."""
+        for length in self.lengths:
+            for batch in self.batches:
+                yield length, batch if isinstance(batch, int) else self._most(llm, length)
+
+    def _most(self, llm: LLM, length: int) -> int:
+        engine = llm.engine
+        method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
+        demand = engine.intake.methods.instances[method].demand(length, self.output_len, budget)
+        cache = engine.scheduler.cache
+        left = cache.total_pages() - cache.pages_for(max(demand))
+        more = max(0, left) // max(1, cache.pages_for(demand.steady_tokens))
+        return min(llm.resolved.config.scheduler.max_num_seqs, 1 + more)
+
+    def budget_text(self, config: EngineConfig) -> str | None:
+        value = config.sparse.budget or config.sparse.ratio
+        return None if value is None else str(value)
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "methods": [label for label, _ in self.engines],
+            "lengths": list(self.lengths),
+            "batches": list(self.batches),
+            "output_len": self.output_len,
+            "repeats": self.repeats,
+        }
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan behind the flags. Raises `ConfigError` for impossible ones."""
+    lengths = _numbers("--input-len", args.lengths)
+    batches = tuple(
+        "max" if part.strip() == "max" else _numbers("--batch-size", part)[0]
+        for part in args.batches.split(",")
+    )
+    if args.output_len < MIN_STEPS + 2:
+        raise ConfigError(
+            f"--output-len {args.output_len} leaves fewer than {MIN_STEPS} steps to take a median "
+            f"of; use {MIN_STEPS + 2} or more"
+        )
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats} is not allowed; it must be 1 or more")
+    return Plan(
+        engines=tuple(_engines(args, lengths, batches)),
+        lengths=lengths,
+        batches=batches,
+        output_len=args.output_len,
+        repeats=args.repeats,
+        compare_transformers=args.compare_transformers,
+    )
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        values = tuple(read_size(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} is not allowed; it must be {error}") from None
+    if min(values) < 1:
+        raise ConfigError(f"{flag} {text!r} is not allowed; it must be 1 or more")
+    return values
+
+
+def _engines(
+    args: argparse.Namespace, lengths: Sequence[int], batches: Sequence[int | str]
+) -> Iterator[tuple[str, EngineConfig]]:
+    """Dense, then every method that was asked for, each an engine of its own."""
+    from sparseengine.methods import METHODS
+
+    wanted = args.methods or args.engine_sparse_method or ""
+    names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
+    knobs = _hyper_params(args.hyper_params)
+    dense = METHODS.canonical(default_of("sparse.method"))
+    # A default above the need would make the tables of a short benchmark large for nothing.
+    fixed = [b for b in batches if isinstance(b, int)]
+    for name in dict.fromkeys([dense, *names]):
+        extra: dict[str, Any] = {"sparse_method": name}
+        if name in knobs:
+            extra["sparse_config"] = knobs[name]
+        local = argparse.Namespace(**vars(args))
+        if METHODS.get(name).traits.takes == "none":
+            local.engine_kv_budget = local.engine_sparse_config = None
+        if args.engine_max_num_seqs is None and fixed and "max" not in batches:
+            extra["max_num_seqs"] = max(fixed)
+        config = engine_config(local, **extra)
+        _check_length(config, max(lengths), args.output_len)
+        yield name, config
+
+
+def _check_length(config: EngineConfig, input_len: int, output_len: int) -> None:
+    limit = config.model.max_model_len
+    if limit is not None and input_len + output_len > limit:
+        raise ConfigError(
+            f"--input-len {input_len} + --output-len {output_len} is above --max-model-len {limit}"
+        )
+
+
+def _hyper_params(text: str | None) -> dict[str, dict[str, Any]]:
+    from sparseengine.methods import METHODS
+
+    if text is None:
+        return {}
+    try:
+        data = json.loads(text)
+        return {METHODS.canonical(name): dict(knobs) for name, knobs in data.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--hyper-params {text!r} is not JSON of knobs per method") from None

@@ -1,0 +1,88 @@
+"""`sparseengine chat MODEL`: a conversation in the terminal, streamed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from sparseengine.console import (
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    note,
+    sampling_params,
+    sparse_params,
+)
+from sparseengine.errors import RequestError
+
+if TYPE_CHECKING:
+    from sparseengine.core.params import SamplingParams, SparseParams
+    from sparseengine.llm import LLM
+
+HELP = "/reset forgets the conversation, /quit (or end of input) leaves"
+
+
+class Chat:
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--system", metavar="TEXT", help="a system message")
+        add_sampling_arguments(parser, skip=("n",), max_tokens=512, temperature=0.0)
+        add_engine_arguments(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        config = engine_config(args)
+        sampling, sparse = sampling_params(args), sparse_params(config)
+        from sparseengine.llm import LLM
+
+        start = [{"role": "system", "content": args.system}] if args.system else []
+        with LLM.from_config(config) as llm:
+            note(HELP)
+            talk(llm, sampling, sparse, start)
+        return 0
+
+
+def talk(
+    llm: LLM, sampling: SamplingParams, sparse: SparseParams, start: list[dict[str, str]]
+) -> None:
+    """Read lines until the input ends; one that cannot be answered is dropped with the reason."""
+    messages = list(start)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip() == "/quit":
+            return
+        if line.strip() == "/reset":
+            messages = list(start)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line})
+        try:
+            answer = answer_one(llm, sampling, sparse, messages)
+        except RequestError as error:
+            note(f"error: {error}")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": answer})
+
+
+def answer_one(
+    llm: LLM, sampling: SamplingParams, sparse: SparseParams, messages: list[dict[str, str]]
+) -> str:
+    """Print the answer as it grows; Ctrl-C ends it early and keeps what there is."""
+    shown = ""
+    try:
+        for output in llm.stream_chat(messages, sampling, sparse):
+            text = output.outputs[0].text
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    except KeyboardInterrupt:
+        note(" (stopped)")
+    print(flush=True)
+    return shown
+
+
+COMMAND = Chat()
