@@ -88,7 +88,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, through the tokenizer's chat template."""
-        many = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_many = bool(messages) and not isinstance(messages[0], Mapping)
+        many = list(messages) if is_many else [messages]
         prompts: list[Prompt] = []
         for conversation in many:
             text = self.render_chat(

@@ -73,7 +73,8 @@ class Sampler:
         if drawn:
             tokens[drawn] = self._draw(work[drawn], [requests[i] for i in drawn])
         best = work.amax(-1) if touched else top
-        host, errors, empty = tokens.tolist(), bad.tolist(), (best == NEG_INF).tolist()
+        flags = torch.stack((tokens, bad.long(), (best == NEG_INF).long()))
+        host, errors, empty = flags.tolist()  # the step's only wait for the device
         logprobs = self._logprobs(logits, host, requests, errors)
         return [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
 
@@ -162,7 +163,7 @@ class Sampler:
 
     @staticmethod
     def _logprobs(
-        logits: Tensor, tokens: list[int], requests: Sequence[Request], errors: list[bool]
+        logits: Tensor, tokens: list[int], requests: Sequence[Request], errors: list[int]
     ) -> list[Logprobs | None]:
         found: list[Logprobs | None] = [None] * len(requests)
         rows = [
@@ -197,7 +198,7 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -
     return found
 
 
-def _result(token: int, logprobs: Logprobs | None, is_bad: bool, is_empty: bool) -> Sample:
+def _result(token: int, logprobs: Logprobs | None, is_bad: int, is_empty: int) -> Sample:
     if is_bad:
         return Sample(error="the model's logits are not finite (NaN or infinite)")
     if is_empty:
