@@ -100,6 +100,8 @@ def methods_page() -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if value is None or value == []:
+        return "none"
     return "+".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

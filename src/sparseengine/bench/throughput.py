@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FOOTNOTE = (
     "decode: median of the steps in which the whole batch decodes, 10th to 90th percentile in "
-    "brackets; prefill: to the last first token, median of the runs; one warm-up per engine left out"
+    "brackets; prefill: to the last first token, median of the runs; one warm-up per engine dropped"
 )
 
 
