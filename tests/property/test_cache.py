@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_harness import PAGE, Mirror
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -15,6 +14,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from fixtures.cache_harness import PAGE, Mirror
 from sparseengine.core.plan import Purpose
 from sparseengine.core.specs import Ragged
 
