@@ -1,8 +1,9 @@
 """Vector code for the CPU backend's decode kernel, written as LLVM IR for numba to compile.
 
-Plain numba loops over pages came out scalar at run time, because the compiler must assume that the
-pools and the sums overlap: 24 ns a (key, query head) pair where these take 4. Pointers are integers
-(addresses), strides are bytes, sums are float32. Channel counts are multiples of `LANES`.
+Written out, because a page is too short a loop for a compiler that knows neither its length nor
+that pools and sums do not overlap, and because bfloat16 and prefetching have no numba spelling.
+Pointers are integers (addresses), strides are bytes, sums are float32. Channel counts are multiples
+of `LANES`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 LANES = 16  # a power of two; wider than the machine's registers is legal, LLVM splits it
+LINE = 64  # bytes of a cache line
 _BLOCK = 4  # vectors that are summed side by side, to hide the latency of an addition
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -176,6 +178,23 @@ weighted_sum_f32, weighted_sum_bf16 = _weighted_sum(half=False), _weighted_sum(h
 as_f32 = _pointer(types.float32)
 as_i32 = _pointer(types.int32)
 as_i64 = _pointer(types.int64)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask for the cache lines from an address on, into the second-level cache."""
+    sig = types.void(types.int64, types.int64)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        fn = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        with cgutils.for_range_slice(builder, _I64(0), args[1], _I64(LINE), _I64) as (at, _):
+            line = builder.inttoptr(builder.add(args[0], at), pointer)
+            builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, level 2, data
+        return context.get_dummy_value()
+
+    return sig, codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]

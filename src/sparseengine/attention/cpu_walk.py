@@ -143,7 +143,16 @@ def _walk(a: Any, item: Any, scratch: int, sums: int, values: bool) -> None:
         for head in range(head0, head1):
             table = carray(vec.as_i32(tables + head * a[s + TABLE_G]), 1 << 40)
             rows = pool + np.int64(table[column]) * by_page + head * by_head + offset * by_slot
+            # Pages lie apart, so that the hardware cannot foresee the next one: its lines are asked
+            # for a few at a time between the sums (26 GB/s on two cores; 13 without, 16 at once).
+            ahead = np.int64(0)
+            if key + count < stop:
+                ahead = pool + np.int64(table[column + 1]) * by_page + head * by_head
+            share = (size * by_slot // group + vec.LINE - 1) // vec.LINE * vec.LINE
             for q_head in range(head * group, (head + 1) * group):
+                if ahead:
+                    vec.prefetch(ahead, share)
+                    ahead += share
                 mine = q_head - head0 * group
                 x = scratch + 4 * (mine * CHUNK + done)
                 if values:
