@@ -102,7 +102,7 @@ def test_scored_eviction_keeps_what_the_oracle_keeps(
     length = 45
     qkv = random_layer(length + 3, *heads, seed=heads[0])
     q, k, _ = (x[:length] for x in qkv)
-    for budget in (8, 16, 23, length, length + 1):  # 8 is the window alone; length changes nothing
+    for budget in (8, 16, 23, length - 1, length):  # 8 is the window alone; length changes nothing
         got = run(method, qkv, length, budget, CHUNKINGS[chunking], **knobs)
         kept = oracle(q, k, budget)
         for i in range(3):  # decode appends and evicts nothing
@@ -207,6 +207,19 @@ def test_adakv_heads_differ_and_the_total_is_exact(form: str) -> None:
         assert len(set(rows)) > 1
         assert all(n >= 10 for n in rows), "sinks and window stay in every head"
         assert got.pages[-2] < 4 * -(-length // PAGE), "memory is really freed"
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.8])
+def test_adakv_floor_protects_heads_that_would_get_nothing(alpha: float) -> None:
+    length, budget = 64, 20
+    q, k, v = random_layer(length + 1, seed=2)
+    k[:, 0, 1:] *= 9  # all keys of head 0 have larger norms than any of head 1
+    knobs = {"scorer": "knorm", "skip_layers": (), "sink": 1, "recent": 2, "alpha": alpha}
+    got = run("adakv", (q, k, v), length, budget, None, **knobs)
+    scores = oracles.knorm_scores(q[:length], k[:length])
+    expected = oracles.adakv(scores, budget, alpha, 1, 2)
+    assert got.reads[-1] == [[*row, length] for row in expected]
+    assert len(expected[0]) == max(3, int(alpha * budget))
 
 
 def test_adakv_with_full_floor_is_uniform() -> None:
