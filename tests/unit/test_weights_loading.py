@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +216,26 @@ def test_head_dim_is_explicit_or_derived() -> None:
     qwen = {**base, "architectures": ["Qwen3ForCausalLM"]}
     assert model_spec(qwen, torch.float32).layers[0].head_dim == 128
     assert model_spec(llama, torch.float32).layers[0].kv_heads == 4
+
+
+def test_at_most_two_tensors_are_alive_while_loading(folder: Path) -> None:
+    """The one being copied and the next one being read: the host holds no second model."""
+    source = open_model(ModelConfig(model=str(folder)))
+    spec = model_spec(source.hf_config, torch.float32)
+    alive: list[weakref.ref[Tensor]] = []
+    peak = 0
+
+    class Counted:
+        name, load_format, hf_config, seed = source.name, "safetensors", source.hf_config, 0
+
+        def tensors(self) -> Iterator[tuple[str, Tensor]]:
+            nonlocal peak
+            for name, tensor in source.tensors():
+                alive[:] = [r for r in alive if r() is not None]
+                alive.append(weakref.ref(tensor))
+                peak = max(peak, len(alive))
+                yield name, tensor
+                del tensor
+
+    load_model(Counted(), spec)
+    assert 1 <= peak <= 2
