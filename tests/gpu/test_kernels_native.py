@@ -85,6 +85,12 @@ def test_latent_values_are_a_prefix_of_the_keys() -> None:
     check_attention(shape, [1, 70], [[[3300], [400]]], BF16, "cuda", latent=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_of_256_channels(dtype: torch.dtype) -> None:
+    shape = Shape(heads=2, group=2, dim=256, page=16, layout="head")
+    check_attention(shape, [1, 200], [[[900, 33], [700, 200]]], dtype, "cuda")
+
+
 @pytest.mark.parametrize("shape", [*SHAPES, Shape(dim=1)])
 def test_storage(shape: Shape) -> None:
     for dtype in DTYPES:

@@ -196,6 +196,12 @@ def test_cuda_falls_to_the_reference_and_says_why(
     assert word in dict(route.rejected)["triton"]
 
 
+def test_the_host_takes_the_cpu_backend_and_triton_says_what_it_needs() -> None:
+    route = choose_backend(need(), HOST)
+    assert route.selected in ("cpu", "reference")
+    assert "CUDA device" in dict(route.rejected)["triton"]
+
+
 def test_deterministic_need_takes_the_deterministic_backend() -> None:
     for caps in (HOST, HOPPER):
         route = choose_backend(need(deterministic=True), caps)

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from sparseengine.bench import kernels as bench
 
 CHECKS = Path(__file__).parents[1] / "gpu" / "interpreted_kernels.py"
 
@@ -20,3 +23,44 @@ def test_kernels_equal_their_twins_under_the_interpreter() -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout or "[100%]" in done.stdout
+
+
+def test_splits_fill_the_device_but_stay_long_enough() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    from sparseengine.ops.triton.attention import plan_splits
+
+    assert plan_splits(320 * 4, 2176, 132) == (2, 2048)
+    assert plan_splits(21 * 4, 32768, 132) == (16, 2048)
+    assert plan_splits(1, 100, 132) == (1, 256)
+    for rows in (1, 3, 64, 5000):
+        for max_len in (1, 255, 257, 4096, 131072, 1 << 21):
+            splits, tokens = plan_splits(rows, max_len, 132)
+            assert 1 <= splits <= 256
+            assert 256 <= tokens <= 2048
+            assert splits == 256 or splits * tokens >= max_len
+
+
+def test_launch_shapes_fit_the_shared_memory() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    from sparseengine.ops.triton.attention import DECODE, PREFILL, PREFILL_SHORT, PREFILL_WIDE
+
+    hopper, consumer = 232_448, 101_376
+    assert PREFILL.fitted(512, hopper) == PREFILL
+    assert DECODE.fitted(512, hopper) == DECODE
+    for tuning in (DECODE, PREFILL, PREFILL_SHORT, PREFILL_WIDE):
+        for row_bytes in (256, 512, 1024, 2048):
+            for limit in (hopper, consumer):
+                small = tuning.fitted(row_bytes, limit)
+                assert small.bytes(row_bytes) <= limit
+                assert small.keys >= 16
+                assert small.pairs >= 16
+                assert small.stages >= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the benchmark would run")
+def test_the_benchmark_says_that_it_needs_a_device(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kernels"])
+    assert bench.main() == 2
+    assert "CUDA device" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sparseengine.attention import BACKENDS
-from sparseengine.core.attention import AttentionNeed, DeviceCaps
+from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.errors import UnsupportedError
 
 # Declared priority, fastest first; the reference runs everything and is always last.
@@ -67,17 +67,18 @@ def choose_backend(
             f"{caps.kind} (attention_backend={wanted!r})",
             [f"{name}: {reason}" for name, reason in rejected],
         )
-    rejected += [(n, _not_asked(n, need, wanted)) for n in BACKENDS if n not in names]
+    rejected += [(n, _not_asked(n, need, caps, wanted)) for n in BACKENDS if n not in names]
     return RouteDecision(
         site=site, selected=selected[0], reason=selected[1], rejected=tuple(rejected)
     )
 
 
-def _not_asked(name: str, need: AttentionNeed, wanted: str) -> str:
+def _not_asked(name: str, need: AttentionNeed, caps: DeviceCaps, wanted: str) -> str:
     if wanted != "auto":
         return f"attention_backend={wanted!r} was asked for"
     if name == "deterministic":
         return "deterministic=False: faster backends are preferred"
     if need.deterministic:
         return "deterministic=True: its bits may depend on batch or chunking"
-    return "made for another kind of device"
+    answer: Support = BACKENDS.get(name)().supports(need, caps)
+    return f"not in the declared order of {caps.kind}" if answer.ok else answer.reason

@@ -16,23 +16,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseengine.ops.triton.launch import dot_precision, multiprocessors
+from sparseengine.ops.triton.launch import (
+    Tuning,
+    dot_precision,
+    multiprocessors,
+    shared_memory_bytes,
+)
 
 _LOG2E = 1.4426950408889634
 _MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
 _MAX_SPLIT_TOKENS = 2048  # longer ones let one long row set the pace of a batch
 _MAX_SPLITS = 256
 _PROGRAMS_PER_SM = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Launch shape of a kernel: keys (and query-head pairs) per tile, warps, pipeline stages."""
-
-    keys: int
-    pairs: int = 16
-    warps: int = 4
-    stages: int = 3
 
 
 DECODE = Tuning(keys=64)
@@ -241,6 +236,14 @@ def _kv_heads(keys: Keys) -> int:
     return max(keys.table.shape[1], keys.k.shape[1])
 
 
+def _block(dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(dim)))
+
+
+def _fitted(tuning: Tuning, keys: Keys, channels: int) -> Tuning:
+    return tuning.fitted(channels * keys.k.element_size(), shared_memory_bytes(keys.k.device))
+
+
 def _launch_decode(
     q: Tensor, keys: Keys, part: Tensor, lse: Tensor, scale: float, window: int | None,
     splits: tuple[int, int], first: int,
@@ -248,18 +251,19 @@ def _launch_decode(
     spans, q_heads, dim = q.shape
     kv_heads, value_dim = _kv_heads(keys), part.shape[3]
     group = q_heads // kv_heads
+    block_d, block_v = _block(dim), _block(value_dim)
+    tuning = _fitted(DECODE, keys, block_d + block_v)
     _decode_kernel[(spans * kv_heads, splits[0])](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, part, lse,
         scale * _LOG2E, window or 0, *splits, first, part.shape[2],
         *q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
-        DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)),
-        PAGE=keys.page_size, BLOCK_N=DECODE.keys,
+        DIM=dim, BLOCK_D=block_d, VDIM=value_dim, BLOCK_V=block_v,
+        PAGE=keys.page_size, BLOCK_N=tuning.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
         MULTI=keys.total is not None, WINDOW=window is not None,
-        PRECISION=dot_precision(q.dtype), num_warps=DECODE.warps, num_stages=DECODE.stages,
+        PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
 
@@ -408,14 +412,15 @@ def paged_prefill(
         return
     wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
     tuning = PREFILL_WIDE if wide else PREFILL_SHORT if max_q * group <= 64 else PREFILL
+    block_d, block_v = _block(dim), _block(value_dim)
+    tuning = _fitted(tuning, keys, block_d + block_v)
     _prefill_kernel[(triton.cdiv(max_q * group, tuning.pairs), kv_heads, spans)](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, cu_q, out, lse,
         scale * _LOG2E, window or 0, first_span,
         *q.stride()[:2], *out.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
-        KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        VDIM=value_dim, BLOCK_V=max(16, triton.next_power_of_2(value_dim)), PAGE=keys.page_size,
-        BLOCK_M=tuning.pairs, BLOCK_N=tuning.keys,
+        KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, VDIM=value_dim, BLOCK_V=block_v,
+        PAGE=keys.page_size, BLOCK_M=tuning.pairs, BLOCK_N=tuning.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
         MULTI=keys.total is not None, WINDOW=window is not None, PRECISION=dot_precision(q.dtype),
         num_warps=tuning.warps, num_stages=tuning.stages,
