@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fixtures.tiny import VOCAB, save_tiny
+from fixtures.engines import VOCAB, save_checkpoint
 from sparseengine import LLM, SamplingParams, SparseParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -32,7 +32,7 @@ def prompts(lengths: list[int], vocab: int, seed: int = 0) -> list[list[int]]:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_triton_gives_the_tokens_of_the_reference_backend(tmp_path: Path, family: str) -> None:
     # float32 on both sides: the two routes differ by rounding in the last bits only
-    folder = save_tiny(tmp_path, family, head_dim=32)
+    folder = save_checkpoint(tmp_path, family, head_dim=32)
     asked = prompts([257, 300, 33, 700, 411, 520, 190], VOCAB)
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     found = {}

@@ -89,6 +89,50 @@ def _row_place(
         return length, length, 0
 
 
+@triton.jit
+def _tile(
+    x, k, v, table, n0, bound, visible, first_seen, peak, norm, acc, scale,
+    k_sn, k_sp, v_sn, v_sp,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend to row slots n0.. of one tile; online softmax in log2 units.
+
+    MASK 0: every query sees the whole tile. 1: all see the slots below `bound`, at least one.
+    2: a query sees [first_seen, visible), all of it below `bound`; it may see nothing of the tile.
+    Slots at and past `bound` are never read.
+    """
+    n = n0 + tl.arange(0, BLOCK_N)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    ok = n < bound
+    page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)  # pools exceed 2^31 elements
+    k_at = k + (page * k_sn + (n % PAGE) * k_sp)[:, None] + d[None, :]
+    v_at = v + (page * v_sn + (n % PAGE) * v_sp)[:, None] + dv[None, :]
+    if MASK > 0 or DIM != BLOCK_D:
+        keys = tl.load(k_at, mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
+    else:
+        keys = tl.load(k_at)
+    s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
+    if MASK == 1:
+        s = tl.where(ok[None, :], s, float("-inf"))
+    if MASK == 2:
+        seen = (n[None, :] < visible[:, None]) & (n[None, :] >= first_seen[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(peak, tl.max(s, 1))
+    ref = new
+    if MASK == 2:
+        ref = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - ref[:, None])
+    alpha = tl.exp2(peak - ref)
+    norm = norm * alpha + tl.sum(p, 1)
+    if MASK > 0 or VDIM != BLOCK_V:
+        values = tl.load(v_at, mask=ok[:, None] & (dv < VDIM)[None, :], other=0.0)
+    else:
+        values = tl.load(v_at)
+    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
+    return new, norm, acc
+
+
 # Numbers and addresses that change from step to step: a variant of the kernel for each of their
 # alignments would be compiled in the middle of serving.
 _VARYING = ["table_ss", "table_sg", "lens_ss", "lens_sg", "window"]
@@ -143,27 +187,10 @@ def _decode_kernel(
         norm = tl.zeros([BLOCK_G], tl.float32)
         acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         for n0 in range(lo, hi, BLOCK_N):
-            n = n0 + tl.arange(0, BLOCK_N)
-            ok = n < hi
-            page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
-            k_at = page * k_sn + (n % PAGE) * k_sp
-            v_at = page * v_sn + (n % PAGE) * v_sp
-            keys = tl.load(
-                k + k_at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
-            )
-            values = tl.load(
-                v + v_at[:, None] + dv[None, :], mask=ok[:, None] & (dv < VDIM)[None, :], other=0.0
-            )
-            s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale  # log2 units
-            s = tl.where(ok[None, :], s, float("-inf"))
-            new = tl.maximum(peak, tl.max(s, 1))  # finite: a tile has at least one key
-            p = tl.exp2(s - new[:, None])
-            alpha = tl.exp2(peak - new)
-            norm = norm * alpha + tl.sum(p, 1)
-            acc = tl.dot(
-                p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION
-            )
-            peak = new
+            peak, norm, acc = _tile(
+                x, k, v, table, n0, hi, hi, 0, peak, norm, acc, scale, k_sn, k_sp, v_sn, v_sp,
+                DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 1, PRECISION,
+            )  # fmt: skip
         acc = acc / norm[:, None]
         tl.store(lse + to, peak + tl.log2(norm), mask=g < GROUP)
         tl.store(
@@ -268,44 +295,40 @@ def _launch_decode(
 
 
 @triton.jit
-def _prefill_tile(
-    x, k, v, table, n0, bound, visible, first_seen, peak, norm, acc, scale,
-    k_sn, k_sp, v_sn, v_sp,
+def _walk(
+    x, k, v, table, start, full, end, visible, first_seen, scale, k_sn, k_sp, v_sn, v_sp,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys for one tile of queries; online softmax in log2 units."""
-    n = n0 + tl.arange(0, BLOCK_N)
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    ok = n < bound
-    page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
-    k_at = page * k_sn + (n % PAGE) * k_sp
-    v_at = page * v_sn + (n % PAGE) * v_sp
-    if MASKED or DIM != BLOCK_D:
-        keys = tl.load(
-            k + k_at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0
-        )
-    else:
-        keys = tl.load(k + k_at[:, None] + d[None, :])
-    s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
-    if MASKED:
-        seen = (n[None, :] < visible[:, None]) & (n[None, :] >= first_seen[:, None])
-        s = tl.where(seen, s, float("-inf"))
-    new = tl.maximum(peak, tl.max(s, 1))
-    ref = new
-    if MASKED:
-        ref = tl.where(new == float("-inf"), 0.0, new)  # a query may see nothing of a tile
-    p = tl.exp2(s - ref[:, None])
-    alpha = tl.exp2(peak - ref)
-    norm = norm * alpha + tl.sum(p, 1)
-    if MASKED or VDIM != BLOCK_V:
-        values = tl.load(
-            v + v_at[:, None] + dv[None, :], mask=ok[:, None] & (dv < VDIM)[None, :], other=0.0
-        )
-    else:
-        values = tl.load(v + v_at[:, None] + dv[None, :])
-    acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
-    return new, norm, acc
+    """Row slots [start, full), which every query sees, then [full, end) under the causal mask."""
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for n0 in range(start, full, BLOCK_N):
+        peak, norm, acc = _tile(
+            x, k, v, table, n0, full, visible, first_seen, peak, norm, acc, scale,
+            k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 0, PRECISION,
+        )  # fmt: skip
+    for n0 in range(full, end, BLOCK_N):
+        peak, norm, acc = _tile(
+            x, k, v, table, n0, end, visible, first_seen, peak, norm, acc, scale,
+            k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 2, PRECISION,
+        )  # fmt: skip
+    return peak, norm, acc
+
+
+@triton.jit
+def _key_range(
+    visible_first, visible_last, length, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr
+):
+    """(start, full, end): slots a tile reads, and up to where all its queries see everything."""
+    end = tl.minimum(visible_last, length)
+    full = tl.maximum(tl.minimum(visible_first, length), 0) // BLOCK_N * BLOCK_N
+    start = 0
+    if WINDOW:
+        start = tl.maximum(visible_first - window, 0) // BLOCK_N * BLOCK_N
+        full = start
+    return start, full, end
 
 
 @triton.jit(
@@ -345,37 +368,21 @@ def _prefill_kernel(
             mask=real[:, None] & (d < DIM)[None, :], other=0.0,
         )  # fmt: skip
         # Keys of this segment that query i sees: [first_seen, visible)
-        visible = tl.minimum(whole - queries + i + 1 - before, length)
-        first_seen = tl.zeros([BLOCK_M], tl.int32)
+        offset = whole - queries + 1 - before
+        visible = tl.minimum(offset + i, length)
+        first_seen = offset + i - window if WINDOW else tl.zeros([BLOCK_M], tl.int32)
         last = tl.minimum(tile + BLOCK_M, queries * GROUP) - 1
-        end = tl.minimum(whole - queries + last // GROUP + 1 - before, length)
-        full = tl.minimum(whole - queries + tile // GROUP + 1 - before, length)
-        full = tl.maximum(full, 0) // BLOCK_N * BLOCK_N
-        start = 0
-        if WINDOW:
-            first_seen = whole - queries + i + 1 - before - window
-            start = whole - queries + tile // GROUP + 1 - before - window
-            start = tl.maximum(start, 0) // BLOCK_N * BLOCK_N
-            full = start
+        start, full, end = _key_range(
+            offset + tile // GROUP, offset + last // GROUP, length, window, BLOCK_N, WINDOW
+        )
         table += span * table_ss + row * table_sg
         if POOL_HEADS:
             k += head * k_sh
             v += head * v_sh
-        peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        norm = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-        for n0 in range(start, full, BLOCK_N):
-            peak, norm, acc = _prefill_tile(
-                x, k, v, table, n0, length, visible, first_seen, peak, norm, acc, scale,
-                k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N,
-                False, PRECISION,
-            )  # fmt: skip
-        for n0 in range(full, end, BLOCK_N):
-            peak, norm, acc = _prefill_tile(
-                x, k, v, table, n0, end, visible, first_seen, peak, norm, acc, scale,
-                k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N,
-                True, PRECISION,
-            )  # fmt: skip
+        peak, norm, acc = _walk(
+            x, k, v, table, start, full, end, visible, first_seen, scale, k_sn, k_sp, v_sn, v_sp,
+            DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_M, BLOCK_N, PRECISION,
+        )  # fmt: skip
         safe = tl.where(norm > 0, norm, 1.0)
         acc = acc / safe[:, None]
         at = token * o_st + heads * o_sh
