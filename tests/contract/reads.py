@@ -72,8 +72,12 @@ def drive(
     decodes: int | None = None,
     page_size: int = PAGE,
     attend: bool = True,
+    shrink_to: int | None = None,
 ) -> Driven:
-    """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE."""
+    """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE.
+
+    shrink_to: budget that the method is asked to come down to before the last step.
+    """
     if decodes is None:
         decodes = 0
         while decodes < len(steps) - 1 and steps[-1 - decodes] == 1:
@@ -97,7 +101,10 @@ def drive(
         ctx = StepContext(plan, cache, controller, (backend,), model)
         part = slice(at, at + size)
         out.outs.append(ctx.attend(0, q[part], k[part], v[part]))
+        rows = [cache.layer_step(0, q[part], k[part], v[part])]
         controller.end_step(plan)
+        if shrink_to is not None and i == len(steps) - 2:
+            controller.retain(method.shrink(request, shrink_to, rows))
         cache.check()
         out.reads.append(backend.log[-1][0])
         out.kept.append(cache.lens(0, 0))

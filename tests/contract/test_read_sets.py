@@ -259,3 +259,37 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
 def test_every_method_has_a_read_set_oracle() -> None:
     judged = {"full", "random", "streaming_llm", "quest", *(m for m, _, _ in SCORED.values())}
     assert judged == set(METHODS)
+
+
+SHRINKABLE = {
+    "random": ("random", {"sink": 2, "recent": 4}),
+    "knorm": SCORED["knorm"][:2],
+    "keydiff": SCORED["keydiff"][:2],
+    "adakv_knorm": SCORED["adakv_knorm"][:2],
+    "streaming_llm": ("streaming_llm", {}),
+    "snapkv": SCORED["snapkv"][:2],
+}
+
+
+@pytest.mark.parametrize("name", SHRINKABLE)
+def test_shrink_evicts_again_from_what_is_stored(name: str) -> None:
+    """Under memory pressure a compressed request gets a smaller budget, before it is resumed."""
+    method_name, knobs = SHRINKABLE[name]
+    length, budget, target = 45, 24, 14
+    q, k, v = random_layer(length + 2)
+    method = make(spec_of(4, 2), method_name, **knobs)
+    got = drive(method, q, k, v, [length, 1, 1], budget, 2, shrink_to=target)
+    survivors = got.reads[1]
+    if name == "snapkv":  # its queries are gone: it says so by keeping everything
+        assert got.reads[2] == [[*row, length + 1] for row in survivors]
+        return
+    assert sum(map(len, got.reads[2])) == 2 * (target + 1)
+    for before, after in zip(survivors, got.reads[2], strict=True):
+        assert after == sorted(set(after))
+        assert set(after) - {length + 1} <= set(before)
+        assert {0, length, length + 1} <= set(after)
+    if name == "knorm":
+        for h, row in enumerate(survivors):
+            scores = oracles.knorm_scores(q[row], k[row][:, h : h + 1])
+            (chosen,) = oracles.evict(scores, target, 3, 5)
+            assert got.reads[2][h] == [*(row[j] for j in chosen), length + 1]

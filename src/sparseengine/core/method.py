@@ -157,8 +157,14 @@ class SparseMethod:
         """Host, after the forward: what to retain of the plan's requests."""
         return ()
 
-    def shrink(self, request: Request, target_tokens: int) -> Sequence[Keep]:
-        """Host, under memory pressure: retain `target_tokens` per row."""
+    def shrink(
+        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
+    ) -> Sequence[Keep]:
+        """Host, under memory pressure: retain `target_tokens` per row; () if it cannot.
+
+        rows: the request at each layer with KV, as a step whose plan holds its last chunk alone
+        and whose row lengths are those of now.
+        """
         return ()
 
     def seal(self, pages: SealedPages) -> None:

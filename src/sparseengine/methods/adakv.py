@@ -77,6 +77,9 @@ class AdaKV(EvictionMethod):
     def prefill_block(self) -> int | None:
         return self.scorer.prefill_block()
 
+    def can_rescore(self) -> bool:
+        return self.scorer.can_rescore()
+
     def protected(self, budget: int) -> tuple[int, int]:
         return self.scorer.protected(budget)
 

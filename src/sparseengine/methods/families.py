@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep, SparseMethod, Traits
-from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Ragged
 from sparseengine.core.view import Keep, Selection
 from sparseengine.methods.budgets import (
@@ -118,6 +118,7 @@ class EvictionMethod(Method):
     traits = Traits(family="eviction", sharing="chain", takes="retained")
     ragged = Ragged.HEAD
     default_ratio = 0.25
+    keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
@@ -167,6 +168,11 @@ class EvictionMethod(Method):
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
                 key = (found.scores.shape, found.budget)
                 batches.setdefault(key, []).append((chunk.request.id, layer, found))
+        return self._choose(batches)
+
+    def _choose(
+        self, batches: Mapping[tuple[torch.Size, int], list[tuple[int, int, _Pending]]]
+    ) -> list[Keep]:
         keeps: list[Keep] = []
         for ((num_heads, _), budget), items in batches.items():
             scores = torch.stack([found.scores for _, _, found in items])  # [N, H, L]
@@ -177,6 +183,24 @@ class EvictionMethod(Method):
                 rows_of = zip(mask.unbind(0), lengths, strict=True)
                 keeps.append(Keep(request, layer, tuple(m[:n] for m, n in rows_of)))
         return keeps
+
+    def can_rescore(self) -> bool:
+        return self.keys_suffice
+
+    def shrink(
+        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
+    ) -> Sequence[Keep]:
+        """A second eviction, for methods whose scores come from what is stored."""
+        if not self.can_rescore():
+            return ()
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        for at in rows:
+            lens = at.lens(0)
+            if self.acts_on(at.layer) and max(lens) > target_tokens:
+                found = _Pending(self.score(at, 0).float(), lens, target_tokens)
+                key = (found.scores.shape, target_tokens)
+                batches.setdefault(key, []).append((request.id, at.layer, found))
+        return self._choose(batches)
 
     def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """Which slots stay: fp32 [N, H, L] and int64 [N, H] -> bool [N, H, L]."""

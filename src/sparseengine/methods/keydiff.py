@@ -37,6 +37,7 @@ class KeyDiff(EvictionMethod):
 
     name = "keydiff"
     config_class = KeyDiffConfig
+    keys_suffice = True
 
     def prefill_block(self) -> int | None:
         return self.config.block_tokens or None

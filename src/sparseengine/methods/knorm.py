@@ -31,6 +31,7 @@ class Knorm(EvictionMethod):
 
     name = "knorm"
     config_class = KnormConfig
+    keys_suffice = True
 
     def dense_layers(self) -> frozenset[int]:
         return frozenset(self.config.skip_layers)

@@ -32,10 +32,11 @@ class Random(EvictionMethod):
 
     name = "random"
     config_class = RandomConfig
+    keys_suffice = True
     ragged = Ragged.LAYER
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
-        """Uniform numbers [1, L]; a row that was never evicted has slot == position."""
+        """Uniform numbers [1, L], by slot: the position in a row that was never evicted."""
         position = torch.arange(max(at.lens(chunk)), dtype=torch.int64, device=at.k.device)
         return hash_uniform(position, self.config.seed * 0x9E3779B1 + at.layer)[None]
 

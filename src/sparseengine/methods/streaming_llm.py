@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import ModelSpec
 from sparseengine.core.view import Keep
 from sparseengine.methods.families import Method
@@ -89,6 +89,16 @@ class StreamingLLM(Method):
                 continue
             keeps.append(Keep(chunk.request.id, None, (self.mask(length, budget, page),)))
         return keeps
+
+    def shrink(
+        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
+    ) -> Sequence[Keep]:
+        """Cut the recent window."""
+        at = next((at for at in rows if self.acts_on(at.layer)), None)
+        if at is None or at.lens(0)[0] <= target_tokens:
+            return ()
+        mask = self.mask(at.lens(0)[0], target_tokens, at.page_size)
+        return (Keep(request.id, None, (mask,)),)
 
     def mask(self, length: int, budget: int, page: int) -> Tensor:
         """What stays of a row longer than the budget: host bool [length]."""
