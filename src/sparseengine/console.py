@@ -153,6 +153,14 @@ def sparse_params(config: EngineConfig, *, record: bool = False) -> SparseParams
     )
 
 
+def positive(text: str) -> int:
+    """argparse type: an integer >= 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not allowed; it must be 1 or more")
+    return value
+
+
 def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
     """Rows as aligned text; numbers to the right, everything else to the left."""
     names = list(columns or rows[0])

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sparseengine.errors import ConfigError
+
 
 class Spread(NamedTuple):
     """Median and the 10th and 90th percentile of samples in one unit."""
@@ -62,6 +64,16 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def make_folder(path: str) -> Path:
+    """The folder for artefacts, made before anything is measured. Raises `ConfigError`."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be a folder ({error.strerror})") from None
+    return folder
+
+
 def write_artefacts(
     folder: Path,
     info: Mapping[str, Any],
@@ -69,7 +81,6 @@ def write_artefacts(
     rows: Sequence[Mapping[str, Any]],
 ) -> None:
     """run_info.json (machine, command, config), raw.jsonl (every sample), aggregate.json (rows)."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "run_info.json").write_text(json.dumps(info, indent=2) + "\n", encoding="utf-8")
     lines = "".join(json.dumps(sample) + "\n" for sample in raw)
     (folder / "raw.jsonl").write_text(lines, encoding="utf-8")

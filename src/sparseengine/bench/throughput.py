@@ -13,7 +13,6 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseengine.bench.options import Plan, add_bench_arguments, plan_of
@@ -45,8 +44,9 @@ class Throughput:
 
     def run(self, args: argparse.Namespace) -> int:
         plan = plan_of(args)
-        from sparseengine.bench.report import machine, write_artefacts
+        from sparseengine.bench.report import machine, make_folder, write_artefacts
 
+        folder = None if args.output is None else make_folder(args.output)
         rows: list[dict[str, Any]] = []
         raw: list[dict[str, Any]] = []
         for label, config in plan.engines:
@@ -55,8 +55,8 @@ class Throughput:
             rows += measure_transformers(plan, raw)
         add_ratios(rows)
         info = {**machine(), "settings": plan.settings()}
-        if args.output is not None:
-            write_artefacts(Path(args.output), info, raw, rows)
+        if folder is not None:
+            write_artefacts(folder, info, raw, rows)
         print(table([shown(row) for row in rows]))
         print(f"\n{FOOTNOTE}; runs of each batch: {plan.repeats}")
         print(json.dumps({"bench": "throughput", **info, "rows": rows}), flush=True)

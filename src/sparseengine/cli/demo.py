@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparseengine.cli.longtext import Puzzle, is_right, make_puzzle
-from sparseengine.console import add_engine_arguments, engine_config, note, print_json, table
+from sparseengine.console import (
+    add_engine_arguments,
+    engine_config,
+    note,
+    positive,
+    print_json,
+    table,
+)
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.errors import ConfigError
 
@@ -54,7 +61,7 @@ class Demo:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="JSON instead of the table")
         parser.add_argument(
-            "--tokens", type=int, default=4000, help="length of the text [default: 4000]"
+            "--tokens", type=positive, default=4000, help="length of the text [default: 4000]"
         )
         parser.add_argument("--text-seed", type=int, default=0, help="seed of text and fact")
         parser.add_argument("--cases", metavar="FILE", help="another list of methods and budgets")

@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from sparseengine.console import add_engine_arguments, engine_config, print_json, table
+from sparseengine.console import add_engine_arguments, engine_config, positive, print_json, table
 
 
 class Explain:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="JSON instead of text")
         parser.add_argument(
-            "--prompt-len", type=int, default=None, help="prompt tokens of the demand shown"
+            "--prompt-len", type=positive, default=None, help="prompt tokens of the demand shown"
         )
         parser.add_argument(
-            "--max-tokens", type=int, default=128, help="output tokens of the demand shown"
+            "--max-tokens", type=positive, default=128, help="output tokens of the demand shown"
         )
         parser.add_argument("--all", action="store_true", help="also values left at their default")
         add_engine_arguments(parser)

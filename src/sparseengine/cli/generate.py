@@ -46,6 +46,8 @@ class Generate:
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
+        if args.record and not args.json:
+            raise RequestError("--record prints what was kept as JSON: give --json, too")
         config = engine_config(args)
         sampling = sampling_params(args)
         sparse = sparse_params(config, record=args.record)
