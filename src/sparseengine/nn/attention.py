@@ -49,13 +49,13 @@ class Attention(nn.Module):
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
         spec = self.spec
-        heads = (spec.q_heads, spec.kv_heads)
+        heads = [spec.q_heads, spec.kv_heads]
         qk, v = torch.split(self.qkv_proj(hidden), [self.qk_size, self.v_size], dim=-1)
-        qk = qk.unflatten(-1, (sum(heads), spec.head_dim))  # [T, Hq + Hkv, D]
-        v = v.unflatten(-1, (spec.kv_heads, spec.value_dim))  # [T, Hkv, Dv]
+        qk = torch.unflatten(qk, -1, (sum(heads), spec.head_dim))  # [T, Hq + Hkv, D]
+        v = torch.unflatten(v, -1, (spec.kv_heads, spec.value_dim))  # [T, Hkv, Dv]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split(heads, dim=1)
+            q, k = torch.split(qk, heads, dim=1)
             qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotation.apply(qk).split(heads, dim=1)
+        q, k = torch.split(rotation.apply(qk), heads, dim=1)
         out: Tensor = self.o_proj(ctx.attend(self.layer, q, k, v).flatten(1))
         return out
