@@ -14,7 +14,10 @@ from typing import Any
 import torch
 
 ORACLE = Path(__file__).with_name("smollm2_greedy.json")
-LENGTHS = (30, 700, 4000)
+# Prompt length -> seed of its text. Chosen so that no two logits nearly tie on the way (`min_gap`):
+# a tie would be decided by rounding, which no two implementations share.
+SEEDS = {30: 4, 700: 4, 4000: 20}
+LENGTHS = tuple(SEEDS)
 NUM_TOKENS = 64
 
 _WHO = ("A sailor", "The baker", "My neighbour", "An old teacher", "The night guard", "Her cousin")
@@ -24,9 +27,9 @@ _WHERE = ("near the harbour", "behind the mill", "in the market", "on the hill",
 _WHEN = ("before dawn", "last winter", "during the storm", "on a quiet Sunday", "years ago")
 
 
-def prompt_text(num_sentences: int) -> str:
+def prompt_text(num_sentences: int, seed: int) -> str:
     """Plain sentences, the same on every machine."""
-    rng = random.Random(4)
+    rng = random.Random(seed)
     parts = (_WHO, _DID, _WHAT, _WHERE, _WHEN)
     sentences = (" ".join(rng.choice(p) for p in parts) + "." for _ in range(num_sentences))
     return "A short chronicle of the town. " + " ".join(sentences)
@@ -34,7 +37,7 @@ def prompt_text(num_sentences: int) -> str:
 
 def prompt_ids(tokenizer: Any, length: int) -> list[int]:
     """The first `length` tokens of the chronicle."""
-    ids = tokenizer(prompt_text(length // 8 + 8)).input_ids
+    ids = tokenizer(prompt_text(length // 8 + 8, SEEDS[length])).input_ids
     assert len(ids) >= length
     return list(ids[:length])
 
