@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -18,6 +19,7 @@ from fixtures.cache_harness import PAGE, Mirror
 from sparseengine.core.plan import Purpose
 from sparseengine.core.specs import Ragged
 
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -121,13 +123,16 @@ for case in (TestRequestRows, TestLayerRows, TestHeadRows):
 del case
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("ragged", "operations"),
-    [(Ragged.HEAD, 10_000), (Ragged.LAYER, 2_000), (Ragged.REQUEST, 2_000)],
+    ("ragged", "operations", "aux"),
+    [(Ragged.HEAD, 10_000, False), (Ragged.LAYER, 1_000, True), (Ragged.REQUEST, 1_000, True)],
 )
-def test_random_operations_leak_nothing(ragged: Ragged, operations: int) -> None:
+def test_random_operations_leak_nothing(
+    ragged: Ragged, operations: int, aux: bool, device: str
+) -> None:
     rng = np.random.default_rng(7)
-    mirror = Mirror(ragged, 40, aux=False)
+    mirror = Mirror(ragged, 40, aux=aux, device=device)
     for i in range(operations):
         ids = sorted(mirror.rows)
         op = rng.integers(10)

@@ -79,6 +79,16 @@ def test_only_changed_pages_are_reported_again(ragged: Ragged) -> None:
 
 
 @RAGGED
+def test_full_pages_behind_spliced_ones_are_still_reported(ragged: Ragged) -> None:
+    mirror = filled(ragged, 3 * PAGE)
+    mirror.seal()
+    mirror.step({1: 3 * PAGE})  # pages 3 to 5 are full and not reported yet
+    mirror.apply({1: same_everywhere(mask(24, *range(2 * PAGE, 24)))})
+    mirror.seal()
+    mirror.compare_summaries()
+
+
+@RAGGED
 def test_compacting_a_fork_leaves_its_sibling_alone(ragged: Ragged) -> None:
     mirror = filled(ragged, 4 * PAGE)
     twin = mirror.fork(1)
@@ -171,6 +181,8 @@ def test_forks_copy_the_open_page_when_they_write(ragged: Ragged) -> None:
     # both wrote: one of them keeps the page, the other has a copy
     assert mirror.cache.total_pages() - mirror.cache.free_pages() == 3 * per_page
     assert table(mirror, 1, 1) == table(mirror, twin, 1)
+    mirror.seal()
+    assert mirror.cache.seal(step_plan({mirror.fork(1): 1})) == (), "reported by its source"
     assert table(mirror, 1, 2)[1] != table(mirror, twin, 2)[1]
     assert mirror.cache.usage(1).pages == mirror.cache.usage(twin).pages == 2 * per_page
 
@@ -297,6 +309,7 @@ def test_selections_read_what_they_name(ragged: Ragged, per_head: bool, unit: st
             count = min(total, int(rng.integers(1, 5)))
             chosen = np.sort(rng.permutation(total)[:count])
             index[span, g, :count] = torch.from_numpy(chosen)
+    index[1, :, 3] = 999 // per  # past the rows: counts nothing
     for layer in range(2):
         view = mirror.cache.view(layer, Selection(index, unit))
         assert view.max_len <= 4 * per

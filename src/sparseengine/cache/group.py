@@ -90,6 +90,8 @@ class GroupCache:
             a.name: torch.empty((n, u, *a.dims(geo.spec)), dtype=a.dtype, device=device)
             for a in geo.aux_of(Per.PAGE)
         }
+        # tests keep a second copy on the CPU, too, so that the updates a device needs are checked
+        self.mirrored = poison or self.device.type != "cpu"
         self.mirror = torch.from_numpy(self.rows.tables.arena).to(device)
         self.step: StepTensors | None = None
         if poison:
@@ -99,10 +101,10 @@ class GroupCache:
         """Bring the device copy of the tables up to date; on the CPU it is the host's memory."""
         replaced, ranges = self.rows.tables.take_stale()
         host = torch.from_numpy(self.rows.tables.arena)
-        if self.device.type == "cpu":
+        if not self.mirrored:
             self.mirror = host
         elif replaced:
-            self.mirror = host.to(self.device)
+            self.mirror = host.to(self.device, copy=True)
         else:
             for lo, hi in ranges:
                 self.mirror[lo:hi].copy_(host[lo:hi])
@@ -119,7 +121,7 @@ class GroupCache:
         """
         delta = self.rows.commit(draft)
         self.sync_tables()
-        if self.device.type != "cpu" and delta.flat.size:
+        if self.mirrored and delta.flat.size:
             self.mirror[self.upload(delta.flat)] = self.upload(delta.pages)
         if delta.src.size:
             self.copy_pages(delta.src, delta.dst)
@@ -214,7 +216,7 @@ class GroupCache:
         host = (
             r.tables.arena.nbytes + r.lens.nbytes + r.sealed.nbytes + r.ref.nbytes + r.free.nbytes
         )
-        device = 0 if self.device.type == "cpu" else self.mirror.nbytes
+        device = self.mirror.nbytes if self.mirrored else 0
         aux = [*self.slot_aux.values(), *self.page_aux.values()]
         return CacheBytes(
             payload=sum(t.nbytes for t in self.payload),
