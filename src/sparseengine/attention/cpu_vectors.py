@@ -16,23 +16,21 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from sparseengine.ops.native import I64, at
+
 LANES = 16  # a power of two; wider than the machine's registers is legal, LLVM splits it
 LINE = 64  # bytes of a cache line
 _BLOCK = 4  # vectors that are summed side by side, to hide the latency of an addition
 
-_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), I64
 _VECTOR = ir.VectorType(_F32, LANES)
-
-
-def _at(b: Any, address: Any, kind: Any) -> Any:
-    return b.inttoptr(address, kind.as_pointer())
 
 
 def _load(b: Any, address: Any, half: bool) -> Any:
     """LANES channels as float32; bfloat16 is the upper half of a float32."""
     if not half:
-        return b.load(_at(b, address, _VECTOR), align=4)
-    raw = b.load(_at(b, address, ir.VectorType(_I16, LANES)), align=2)
+        return b.load(at(b, address, _VECTOR), align=4)
+    raw = b.load(at(b, address, ir.VectorType(_I16, LANES)), align=2)
     wide = b.zext(raw, ir.VectorType(_I32, LANES))
     shift = ir.Constant(ir.VectorType(_I32, LANES), [16] * LANES)
     return b.bitcast(b.shl(wide, shift), _VECTOR)
@@ -94,7 +92,7 @@ def _emit_dots(b: Any, args: Any, half: bool) -> None:
         left = b.fadd(b.load(sums[0]), b.load(sums[1]))
         total = _sum(b, b.fadd(left, b.fadd(b.load(sums[2]), b.load(sums[3]))))
         place = b.add(out, b.mul(key.index, _I64(4)))
-        b.store(b.fmul(total, scale), _at(b, place, _F32))
+        b.store(b.fmul(total, scale), at(b, place, _F32))
 
 
 def _emit_weighted_sum(b: Any, args: Any, half: bool) -> None:
@@ -102,13 +100,13 @@ def _emit_weighted_sum(b: Any, args: Any, half: bool) -> None:
 
     def body(first: Any, vectors: int) -> None:
         base = b.add(out, _bytes(b, first, False))
-        places = [_at(b, b.add(base, _I64(4 * LANES * i)), _VECTOR) for i in range(vectors)]
+        places = [at(b, b.add(base, _I64(4 * LANES * i)), _VECTOR) for i in range(vectors)]
         sums = [cgutils.alloca_once(b, _VECTOR) for _ in range(vectors)]
         for s, place in zip(sums, places, strict=True):
             b.store(b.load(place, align=4), s)
         with cgutils.for_range(b, count, intp=_I64) as key:
             place = b.add(weights, b.mul(key.index, _I64(4)))
-            weight = _splat(b, b.load(_at(b, place, _F32)))
+            weight = _splat(b, b.load(at(b, place, _F32)))
             row = b.add(values, b.add(b.mul(key.index, stride), _bytes(b, first, half)))
             for i, s in enumerate(sums):
                 vector = _load(b, b.add(row, _bytes(b, _I64(i * LANES), half)), half)
@@ -160,24 +158,8 @@ def _weighted_sum(half: bool) -> Any:
     return weighted_sum
 
 
-def _pointer(kind: Any) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
-    def cast(typing: Any, address: Any) -> Any:
-        sig = types.CPointer(kind)(types.int64)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-        return sig, codegen
-
-    return cast
-
-
 dots_f32, dots_bf16 = _dots(half=False), _dots(half=True)
 weighted_sum_f32, weighted_sum_bf16 = _weighted_sum(half=False), _weighted_sum(half=True)
-as_f32 = _pointer(types.float32)
-as_i32 = _pointer(types.int32)
-as_i64 = _pointer(types.int64)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -193,16 +175,5 @@ def prefetch(typing: Any, address: Any, num_bytes: Any) -> Any:
             line = builder.inttoptr(builder.add(args[0], at), pointer)
             builder.call(fn, [line, _I32(0), _I32(2), _I32(1)])  # read, level 2, data
         return context.get_dummy_value()
-
-    return sig, codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def take_ticket(typing: Any, counter: Any) -> Any:
-    """Atomically add 1 to the int64 at an address; returns the value before."""
-    sig = types.int64(types.int64)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", _at(builder, args[0], _I64), _I64(1), "monotonic")
 
     return sig, codegen

@@ -8,17 +8,14 @@ when it can be found (a second pool would fight it for the cores), else there is
 
 from __future__ import annotations
 
-import ctypes
-import math
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, cfunc, njit, types
 
 from sparseengine.attention import cpu_vectors as vec
+from sparseengine.ops.cpu_kernels import exp_in_place
+from sparseengine.ops.native import FAR, JIT, as_f32, as_i32, as_i64, openmp_parallel, take_ticket
 
 CHUNK = 256
 LANES = vec.LANES
@@ -26,10 +23,9 @@ ARGS_SIZE = 256  # int64 words: a header, then _SEG words per segment
 MAX_SEGMENTS = 8
 
 # Header words. Addresses are in bytes, strides in bytes, counts in elements.
-(TICKET, ITEMS, NUM_ITEMS, FIRST, SPANS, KV_HEADS, GROUP, DIM, VALUE_DIM, WINDOW, SEGMENTS) = range(
-    11
-)
-(QUERY, QUERY_T, QUERY_H, OUT, OUT_T, OUT_H, SUMS, STATS, SCALE, BLOCK) = range(11, 21)
+TICKET, ITEMS, NUM_ITEMS, FIRST, SPANS, KV_HEADS, GROUP, DIM, VALUE_DIM = range(9)
+WINDOW, SEGMENTS, QUERY, QUERY_T, QUERY_H, OUT, OUT_T, OUT_H = range(9, 17)
+SUMS, STATS, SCALE, BLOCK = range(17, 21)
 _HEADER = 24
 # Words of one segment.
 (KEY, KEY_N, KEY_H, KEY_P, VALUE, VALUE_N, VALUE_H, VALUE_P, TABLE, TABLE_S, TABLE_G) = range(11)
@@ -37,58 +33,17 @@ _HEADER = 24
 _SEG = 16
 ITEM_WORDS = 6  # span, first head, past the last head, segment, first key, past the last key
 
-_MATH = {"nsz", "arcp", "contract", "reassoc", "afn"}
-_JIT: dict[str, Any] = {"cache": True, "error_model": "numpy", "nogil": True, "fastmath": _MATH}
-_LOG2_E = np.float32(math.log2(math.e))
-# Minimax polynomial of 2 ** x on [-0.5, 0.5]; relative error 1e-7.
-_EXP2 = tuple(
-    np.float32(c)
-    for c in (
-        1.5353362e-4,
-        1.3398874e-3,
-        9.6184373e-3,
-        5.5503324e-2,
-        2.4022648e-1,
-        6.9314720e-1,
-        1.0,
-    )
-)
-
 
 def segment_word(segment: int, word: int) -> int:
     """Index of a segment's word in the arguments."""
     return _HEADER + segment * _SEG + word
 
 
-@njit(**_JIT)
-def _exp_row(x: Any, count: int, top: Any, bits: Any) -> Any:
-    """x[:count] = exp(x - top); returns the sum. bits: int32 scratch for the powers of two."""
-    power = bits.view(np.float32)
-    for i in range(count):
-        t = max((x[i] - top) * _LOG2_E, np.float32(-126.0))
-        whole = np.floor(t + np.float32(0.5))
-        d = t - whole
-        p = _EXP2[0]
-        p = p * d + _EXP2[1]
-        p = p * d + _EXP2[2]
-        p = p * d + _EXP2[3]
-        p = p * d + _EXP2[4]
-        p = p * d + _EXP2[5]
-        p = p * d + _EXP2[6]
-        bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        x[i] = p
-    total = np.float32(0)
-    for i in range(count):
-        x[i] *= power[i]
-        total += x[i]
-    return total
-
-
-@njit(**_JIT)
+@njit(**JIT)
 def plan_items(a: Any) -> None:
     """Cut the rows into items; `first` marks where each (span, head block) starts."""
-    items = carray(vec.as_i64(a[ITEMS]), 1 << 40)
-    first = carray(vec.as_i64(a[FIRST]), 1 << 40)
+    items = carray(as_i64(a[ITEMS]), FAR)
+    first = carray(as_i64(a[FIRST]), FAR)
     heads, block = a[KV_HEADS], a[BLOCK]
     num, row = 0, 0
     for span in range(a[SPANS]):
@@ -99,12 +54,12 @@ def plan_items(a: Any) -> None:
             for g in range(a[SEGMENTS]):
                 s = _HEADER + g * _SEG
                 at = a[s + LENS] + span * a[s + LENS_S] + head * a[s + LENS_G]
-                total += carray(vec.as_i32(at), 1)[0]
+                total += carray(as_i32(at), 1)[0]
             begin = 0 if a[WINDOW] < 0 else max(total - a[WINDOW], 0)
             for g in range(a[SEGMENTS]):
                 s = _HEADER + g * _SEG
                 at = a[s + LENS] + span * a[s + LENS_S] + head * a[s + LENS_G]
-                length = np.int64(carray(vec.as_i32(at), 1)[0])
+                length = np.int64(carray(as_i32(at), 1)[0])
                 if begin >= length:
                     begin -= length
                     continue
@@ -122,7 +77,7 @@ def plan_items(a: Any) -> None:
     a[TICKET] = 0
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _walk(a: Any, item: Any, scratch: int, sums: int, values: bool) -> None:
     """One pass over an item's pages: logits of its keys, or the weighted sum of its values."""
     span, head0, head1 = item[0], item[1], item[2]
@@ -135,13 +90,13 @@ def _walk(a: Any, item: Any, scratch: int, sums: int, values: bool) -> None:
     by_head = a[s + VALUE_H] if values else a[s + KEY_H]
     by_slot = a[s + VALUE_P] if values else a[s + KEY_P]
     dim = a[VALUE_DIM] if values else a[DIM]
-    scale = carray(vec.as_f32(a[SCALE]), 1)[0]
+    scale = carray(as_f32(a[SCALE]), 1)[0]
     done = np.int64(0)
     while key < stop:
         column, offset = key // size, key % size
         count = min(size - offset, stop - key)
         for head in range(head0, head1):
-            table = carray(vec.as_i32(tables + head * a[s + TABLE_G]), 1 << 40)
+            table = carray(as_i32(tables + head * a[s + TABLE_G]), FAR)
             rows = pool + np.int64(table[column]) * by_page + head * by_head + offset * by_slot
             # Pages lie apart, so that the hardware cannot foresee the next one: its lines are asked
             # for a few at a time between the sums (26 GB/s on two cores; 13 without, 16 at once).
@@ -171,19 +126,19 @@ def _walk(a: Any, item: Any, scratch: int, sums: int, values: bool) -> None:
         done += count
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def work(a: Any) -> None:
     """Take items until none is left. Runs on every thread at once."""
     q_heads, dim = a[BLOCK] * a[GROUP], a[VALUE_DIM]
     x = np.empty((q_heads, CHUNK), np.float32)
     bits = np.empty(CHUNK, np.int32)
     scratch = np.int64(x.ctypes.data)
-    items = carray(vec.as_i64(a[ITEMS]), 1 << 40)
-    all_sums = carray(vec.as_f32(a[SUMS]), 1 << 40)
-    all_stats = carray(vec.as_f32(a[STATS]), 1 << 40)
+    items = carray(as_i64(a[ITEMS]), FAR)
+    all_sums = carray(as_f32(a[SUMS]), FAR)
+    all_stats = carray(as_f32(a[STATS]), FAR)
     ticket = np.int64(a.ctypes.data) + 8 * TICKET
     while True:
-        n = vec.take_ticket(ticket)
+        n = take_ticket(ticket)
         if n >= a[NUM_ITEMS]:
             break
         item = items[n * ITEM_WORDS : (n + 1) * ITEM_WORDS]
@@ -195,18 +150,22 @@ def work(a: Any) -> None:
             top = np.float32(-np.inf)
             for j in range(count):
                 top = max(top, x[i, j])
+            exp_in_place(x[i], count, top, bits)
+            total = np.float32(0)
+            for j in range(count):
+                total += x[i, j]
             stats[2 * i] = top
-            stats[2 * i + 1] = _exp_row(x[i], count, top, bits)
+            stats[2 * i + 1] = total
         sums[:] = np.float32(0)
         _walk(a, item, scratch, np.int64(sums.ctypes.data), True)
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def merge(a: Any) -> None:
     """Merge the partial softmaxes of each row; a row without keys gives zeros."""
-    first = carray(vec.as_i64(a[FIRST]), 1 << 40)
-    all_sums = carray(vec.as_f32(a[SUMS]), 1 << 40)
-    all_stats = carray(vec.as_f32(a[STATS]), 1 << 40)
+    first = carray(as_i64(a[FIRST]), FAR)
+    all_sums = carray(as_f32(a[SUMS]), FAR)
+    all_stats = carray(as_f32(a[STATS]), FAR)
     heads, block, group, dim = a[KV_HEADS], a[BLOCK], a[GROUP], a[VALUE_DIM]
     q_heads, row = block * group, 0
     for span in range(a[SPANS]):
@@ -215,7 +174,7 @@ def merge(a: Any) -> None:
             row += 1
             for i in range(min(block, heads - head) * group):
                 at = a[OUT] + span * a[OUT_T] + (head * group + i) * a[OUT_H]
-                out = carray(vec.as_f32(at), dim)
+                out = carray(as_f32(at), dim)
                 out[:] = np.float32(0)
                 top = np.float32(-np.inf)
                 for n in range(begin, end):
@@ -237,29 +196,10 @@ def _entry(arguments: Any) -> None:
     work(carray(arguments, ARGS_SIZE))
 
 
-@cache
-def _openmp() -> Any:
-    """GOMP_parallel of the OpenMP library that torch itself runs on, or None."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        try:
-            parallel = ctypes.CDLL(str(path)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
-    return None
-
-
-def has_threads() -> bool:
-    """Whether the work is spread over torch's threads."""
-    return _openmp() is not None
-
-
 def run(arguments: np.ndarray, address: int, num_threads: int) -> None:
     """Plan, walk and merge. `address` is that of the first argument word."""
     plan_items(arguments)
-    parallel = _openmp()
+    parallel = openmp_parallel()
     if parallel is None or num_threads == 1:
         work(arguments)
     else:

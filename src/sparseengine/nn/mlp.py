@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sparseengine.nn.linear import Linear, MergedLinear
+from sparseengine.ops import cpu
 
 
 class SwiGLU(nn.Module):
@@ -29,5 +30,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        out: Tensor = self.down_proj(F.silu(gate) * up)
+        mixed = cpu.silu_mul(gate, up) if x.device.type == "cpu" else F.silu(gate) * up
+        out: Tensor = self.down_proj(mixed)
         return out

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparseengine.ops import cpu
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last axis; the mean square is taken in float32."""
@@ -25,4 +27,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
+        if x.device.type == "cpu":
+            return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseengine.errors import ConfigError, nearest
+from sparseengine.ops import cpu
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 _DEFAULT_THETA = 10000.0
@@ -90,6 +91,10 @@ class Rotation:
 
     def apply(self, x: Tensor) -> Tensor:
         """Rotate the first `dim` channels of x [T, H, D]; the others pass."""
+        if x.device.type == "cpu":
+            turned_here = cpu.rotate(x, self.cos, self.sin)
+            if turned_here is not None:
+                return turned_here
         half = self.cos.shape[-1]
         first, second = x[..., :half], x[..., half : 2 * half]
         turned = (

@@ -8,16 +8,16 @@ costs 3. Rows are computed one by one: a row's bits do not depend on the others.
 from __future__ import annotations
 
 import importlib.util
-import math
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-_THREADED_ELEMENTS = 1 << 15
+_THREADED_ELEMENTS = 1 << 15  # fewer are done by the calling thread
+_RMS_NORM, _ROTATE, _SILU_MUL = range(3)
 
 
 @cache
@@ -28,3 +28,105 @@ def kernels() -> ModuleType | None:
     from sparseengine.ops import cpu_kernels
 
     return cpu_kernels
+
+
+def _compiled(*tensors: Tensor) -> ModuleType | None:
+    """The kernels if they can take these tensors: float32, on the CPU, contiguous channels."""
+    for t in tensors:
+        if t.dtype != torch.float32 or t.stride(-1) != 1 or t.device.type != "cpu":
+            return None
+    return kernels()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis of x [T, size] or [T, H, size]."""
+    kernel = _compiled(x, weight)
+    if kernel is None or x.dim() not in (2, 3):
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    size, inner = x.shape[-1], 1 if x.dim() == 2 else x.shape[1]
+    rows = x.shape[0] * inner
+    out = torch.empty(x.shape)
+    words = (
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        inner,
+        weight.data_ptr(),
+    )
+    if rows * size >= _THREADED_ELEMENTS and kernel.run_threaded(
+        _RMS_NORM, rows, eps, (*words, size, out.data_ptr())
+    ):
+        return out
+    kernel.rms_norm_rows(*words, eps, size, out.data_ptr(), 0, rows)
+    return out
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """Turn the pairs (i, i + half) of x [T, H, D] by cos, sin [T, 1, half]; other channels pass.
+
+    None when the tensors are not for the compiled kernel.
+    """
+    kernel = _compiled(x, cos, sin)
+    if kernel is None or not (cos.is_contiguous() and sin.is_contiguous()):
+        return None
+    tokens, heads, size = x.shape
+    out = torch.empty(x.shape)
+    words = (
+        x.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        heads,
+        size,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.shape[-1],
+        out.data_ptr(),
+    )
+    if x.numel() < _THREADED_ELEMENTS or not kernel.run_threaded(_ROTATE, tokens, 0.0, words):
+        kernel.rotate_rows(*words, 0, tokens)
+    return out
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, both [T, size]."""
+    kernel = _compiled(gate, up)
+    if kernel is None or gate.dim() != 2:
+        return F.silu(gate) * up
+    rows, size = gate.shape
+    out = torch.empty(gate.shape)
+    words = (
+        gate.data_ptr(),
+        gate.stride(0),
+        up.data_ptr(),
+        up.stride(0),
+        size,
+        out.data_ptr(),
+    )
+    if rows * size < _THREADED_ELEMENTS or not kernel.run_threaded(_SILU_MUL, rows, 0.0, words):
+        kernel.silu_mul_rows(*words, 0, rows)
+    return out
+
+
+def store(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> bool:
+    """`ops.store` by the compiled kernel; False, having done nothing, when it cannot."""
+    kernel = _compiled(*pools, *values)
+    if kernel is None or slots.dtype != torch.int64 or slots.stride(1) != 1:
+        return False
+    groups, tokens = slots.shape
+    for pool, value in zip(pools, values, strict=True):
+        kernel.store_rows(
+            pool.data_ptr(),
+            pool.stride(0),
+            pool.stride(1) if pool.shape[1] > 1 else 0,
+            pool.stride(2),
+            pool.shape[2],
+            value.data_ptr(),
+            value.stride(0),
+            value.stride(1),
+            value.shape[1],
+            value.shape[2],
+            slots.data_ptr(),
+            slots.stride(0) if groups > 1 else 0,
+            tokens,
+        )
+    return True

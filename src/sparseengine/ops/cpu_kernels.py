@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
-from torch import Tensor
 
-from sparseengine.ops import native
-from sparseengine.ops.native import FAR, JIT, as_f32, as_i64
+from sparseengine.ops.native import (
+    FAR,
+    JIT,
+    as_f32,
+    as_f64,
+    as_i64,
+    openmp_parallel,
+    take_ticket,
+)
 
 _LOG2_E = np.float32(math.log2(math.e))
 _TINY = np.float32(-126.0)  # the least exponent of a normal float32
@@ -23,8 +29,8 @@ _C6, _C5, _C4, _C3, _C2, _C1 = (
 
 
 @njit(**JIT)
-def exp_into(x: Any, count: int, shift: Any, out: Any, powers: Any) -> None:
-    """out[:count] = exp(x - shift) for x - shift <= 87. powers: int32 scratch of `count`."""
+def exp_in_place(x: Any, count: int, shift: Any, powers: Any) -> None:
+    """x[:count] = exp(x - shift), at most 2 ** 127. powers: int32 scratch of `count`."""
     scale = powers.view(np.float32)
     for i in range(count):
         t = min(max((x[i] - shift) * _LOG2_E, _TINY), np.float32(127.0))
@@ -32,21 +38,126 @@ def exp_into(x: Any, count: int, shift: Any, out: Any, powers: Any) -> None:
         d = t - whole
         p = ((((_C6 * d + _C5) * d + _C4) * d + _C3) * d + _C2) * d + _C1
         powers[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        out[i] = p * d + np.float32(1.0)
+        x[i] = p * d + np.float32(1.0)
     for i in range(count):
-        out[i] *= scale[i]
+        x[i] *= scale[i]
 
 
 @njit(**JIT)
-def _rms_norm(a: Any, first: int, last: int) -> None:
-    x, weight, out = carray(as_f32(a[1]), FAR), carray(as_f32(a[2]), FAR), carray(as_f32(a[3]), FAR)
-    size, stride = a[4], a[5]
-    eps = carray(as_f32(a[6]), 1)[0]
+def rms_norm_rows(
+    x: int, by_outer: int, by_inner: int, inner: int, weight: int, eps: float, size: int, out: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Row r is x[r // inner, r % inner]; out is contiguous."""
+    source, scale = carray(as_f32(x), FAR), carray(as_f32(weight), size)
+    places = carray(as_f32(out), FAR)
     for row in range(first, last):
-        mine, place = x[row * stride : row * stride + size], out[row * size : (row + 1) * size]
+        begin = row // inner * by_outer + row % inner * by_inner
+        mine, place = source[begin : begin + size], places[row * size : (row + 1) * size]
         total = np.float32(0)
         for i in range(size):
             total += mine[i] * mine[i]
-        factor = np.float32(1.0) / np.sqrt(total / np.float32(size) + eps)
+        factor = np.float32(1.0 / math.sqrt(total / size + eps))
         for i in range(size):
-            place[i] = mine[i] * factor * weight[i]
+            place[i] = mine[i] * factor * scale[i]
+
+
+@njit(**JIT)
+def rotate_rows(
+    x: int, by_token: int, by_head: int, heads: int, size: int, cos: int, sin: int, half: int,
+    out: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Tokens first .. last: channel i of the first half pairs with i + half; the rest pass."""
+    source, target = carray(as_f32(x), FAR), carray(as_f32(out), FAR)
+    all_cos, all_sin = carray(as_f32(cos), FAR), carray(as_f32(sin), FAR)
+    for token in range(first, last):
+        c, s = (
+            all_cos[token * half : (token + 1) * half],
+            all_sin[token * half : (token + 1) * half],
+        )
+        for head in range(heads):
+            begin, place = token * by_token + head * by_head, (token * heads + head) * size
+            low, high = source[begin : begin + half], source[begin + half : begin + 2 * half]
+            to_low, to_high = target[place : place + half], target[place + half : place + 2 * half]
+            for i in range(half):
+                to_low[i] = low[i] * c[i] - high[i] * s[i]
+                to_high[i] = high[i] * c[i] + low[i] * s[i]
+            for i in range(2 * half, size):
+                target[place + i] = source[begin + i]
+
+
+@njit(**JIT)
+def silu_mul_rows(
+    gate: int, by_gate: int, up: int, by_up: int, size: int, out: int, first: int, last: int
+) -> None:
+    """out = gate * sigmoid(gate) * up, row by row; out is contiguous."""
+    gates, ups, places = (
+        carray(as_f32(gate), FAR),
+        carray(as_f32(up), FAR),
+        carray(as_f32(out), FAR),
+    )
+    minus = np.empty(size, np.float32)
+    powers = np.empty(size, np.int32)
+    for row in range(first, last):
+        g, u = gates[row * by_gate : row * by_gate + size], ups[row * by_up : row * by_up + size]
+        place = places[row * size : (row + 1) * size]
+        for i in range(size):
+            minus[i] = -g[i]
+        exp_in_place(minus, size, np.float32(0), powers)
+        for i in range(size):
+            place[i] = g[i] / (np.float32(1.0) + minus[i]) * u[i]
+
+
+@njit(**JIT)
+def store_rows(
+    pool: int, by_page: int, by_head: int, by_slot: int, page_size: int,
+    value: int, by_token: int, by_value_head: int, heads: int, size: int,
+    slots: int, by_group: int, tokens: int,
+) -> None:  # fmt: skip
+    """Copy value[t, h] to slot slots[h * by_group + t]; -1 skips."""
+    pools, values = carray(as_f32(pool), FAR), carray(as_f32(value), FAR)
+    places = carray(as_i64(slots), FAR)
+    for token in range(tokens):
+        for head in range(heads):
+            slot = places[head * by_group + token]
+            if slot < 0:
+                continue
+            to = slot // page_size * by_page + head * by_head + slot % page_size * by_slot
+            begin = token * by_token + head * by_value_head
+            for i in range(size):
+                pools[to + i] = values[begin + i]
+
+
+@cfunc(types.void(types.CPointer(types.int64)), cache=True)
+def _entry(words: Any) -> None:
+    """Takes blocks of rows until none is left. Runs on every thread at once.
+
+    words: ticket, kernel, rows, rows of a block, address of float64 constants, the kernel's words.
+    """
+    a = carray(words, 16)
+    kernel, rows, block = a[1], a[2], a[3]
+    while True:
+        first = take_ticket(np.int64(a.ctypes.data)) * block
+        if first >= rows:
+            break
+        last = min(first + block, rows)
+        if kernel == 0:
+            eps = carray(as_f64(a[4]), 1)[0]
+            rms_norm_rows(a[5], a[6], a[7], a[8], a[9], eps, a[10], a[11], first, last)
+        elif kernel == 1:
+            rotate_rows(a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], first, last)
+        else:
+            silu_mul_rows(a[5], a[6], a[7], a[8], a[9], a[10], first, last)
+
+
+def run_threaded(kernel: int, rows: int, constant: float, words: tuple[int, ...]) -> bool:
+    """Spread rows over torch's threads; False when there is only one."""
+    threads, parallel = torch.get_num_threads(), openmp_parallel()
+    if threads == 1 or parallel is None:
+        return False
+    constants = np.array([constant])
+    block = max(1, min(32, rows // (4 * threads)))
+    packed = np.zeros(16, np.int64)
+    packed[1 : 5 + len(words)] = (kernel, rows, block, constants.ctypes.data, *words)
+    parallel(_entry.address, packed.ctypes.data, threads, 0)
+    return True

@@ -1,5 +1,7 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
+On a CPU `store` is a compiled loop where `ops.cpu` can run it.
+
 Shapes and meaning are documented at the twins in `ops/reference/`.
 """
 
@@ -12,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparseengine.ops import reference
+from sparseengine.ops import cpu, reference
 from sparseengine.ops.reference import gather_rows, merge_lse
 
 __all__ = [
@@ -47,6 +49,8 @@ def _impl(pool: Tensor) -> ModuleType:
 
 def store(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> None:
     """Write [T, H, D] values into slots int64 [G, T] of [N, Hs, P, D] pools; -1 skips."""
+    if pools[0].device.type == "cpu" and cpu.store(pools, values, slots):
+        return
     _impl(pools[0]).store(pools, values, slots)
 
 

@@ -47,6 +47,7 @@ def _pointer(kind: Any) -> Any:
 
 
 as_f32 = _pointer(types.float32)
+as_f64 = _pointer(types.float64)
 as_i32 = _pointer(types.int32)
 as_i64 = _pointer(types.int64)
 
