@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -318,7 +319,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             f"prompts of type {type(prompts).__name__} are not allowed; give a text, token ids, or "
             "a list of them"
         )
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

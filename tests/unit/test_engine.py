@@ -96,8 +96,9 @@ def solo(llm: LLM) -> list[list[list[int]]]:
         {"max_num_batched_tokens": 33},
         {"max_num_batched_tokens": 16, "mix": False, "max_decode_stall_steps": 2},
         {"max_num_seqs": 2},
+        {"attention_backend": "auto", "max_num_batched_tokens": 50},
     ],
-    ids=["whole", "chunks", "alternating", "queueing"],
+    ids=["whole", "chunks", "alternating", "queueing", "fast-backend"],
 )
 def test_a_mixed_batch_equals_solo_runs(folder: Path, solo: list, options: dict) -> None:
     with open_llm(folder, **options) as other:
@@ -396,6 +397,23 @@ def test_an_id_in_use_is_refused(llm: LLM) -> None:
     assert list(drain(llm.engine)) == ["mine"]
     llm.engine.add_request([4, 5], GREEDY, request_id="mine")
     assert list(drain(llm.engine)) == ["mine"]
+
+
+def test_a_callers_id_may_look_like_one_of_ours(llm: LLM) -> None:
+    first = llm.engine.add_request([4, 5], GREEDY)
+    ahead = str(int(first) + 2)
+    assert llm.engine.add_request([4, 5], GREEDY, request_id=ahead) == ahead
+    own = llm.engine.add_request([4, 5], GREEDY)
+    assert len({first, ahead, own}) == 3
+    assert set(drain(llm.engine)) == {first, ahead, own}
+
+
+def test_token_ids_may_be_numpy_integers(llm: LLM) -> None:
+    prompt = prompts(9)[0]
+    wanted = ids(run(llm, [prompt], GREEDY, None))
+    assert ids(run(llm, [list(np.array(prompt))], GREEDY, None)) == wanted
+    with pytest.raises(RequestError, match="True"):
+        run(llm, [[True, 3]], GREEDY, None)
 
 
 def test_knobs_are_per_request_and_those_that_change_storage_are_refused(llm: LLM) -> None:

@@ -3,6 +3,9 @@
 The text so far never holds a character that is still incomplete, and the parts emitted add up to
 the decode of all token ids. A stop string is found wherever it ends first, also within one token's
 text; while the text's tail could still become one, exactly that tail is held back.
+
+Tokenizers that fall back to bytes decode a run of byte tokens as a whole: an invalid byte at its
+end turns characters that were shown already into U+FFFD. Those stay as they were shown.
 """
 
 from __future__ import annotations

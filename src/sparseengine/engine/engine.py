@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -89,6 +90,8 @@ class Engine:
             prompt_token_ids, sampling, sparse, prompt=prompt, request_id=request_id, stream=stream
         )
         self.scheduler.admission.check_fits(submission.requests[0])
+        while submission.request_id in self._live:  # a caller's own id looks like one of ours
+            submission = replace(submission, request_id=f"{submission.request_id}+")
         return submission
 
     def submit(self, submission: Submission) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from sparseengine.core.method import SparseMethod
@@ -54,6 +55,10 @@ class MethodTable:
             self.instances[key] = method
         budget = resolve_budget(type(self.instances[key]), sparse, prompt_len)
         return key, budget
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +149,12 @@ class Intake:
         return ((self.seed << 40) ^ 0x9E3779B97F4A7C15) + ((parent + index) << 1)
 
     def _check_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        ids = list(prompt_token_ids)
+        ids = [int(t) if _is_integer(t) else t for t in prompt_token_ids]
         if not ids:
             raise RequestError("the prompt is empty; it must hold at least one token")
         vocab = self.model.vocab_size
         for i, t in enumerate(ids):
-            if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab:
+            if not _is_integer(t) or not 0 <= t < vocab:
                 raise RequestError(
                     f"prompt token {i} is {t!r}; token ids must be integers in [0, {vocab - 1}]"
                 )
