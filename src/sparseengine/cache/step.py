@@ -44,6 +44,10 @@ class LayerView:
     def page_size(self) -> int:
         return self._group.geo.page_size
 
+    @property
+    def page_aux_bytes(self) -> int:
+        return sum(t[0, 0].nbytes for t in self._group.page_aux.values())
+
     def subset(self, chunks: Sequence[int]) -> LayerView:
         """The same step seen by some of its chunks only (indices into this step's plan)."""
         if list(chunks) == list(range(len(self.plan.chunks))):

@@ -36,7 +36,7 @@ class CacheManager(Protocol):
     def free_pages(self) -> int: ...
 
     def pages_for(self, tokens: int) -> int:
-        """Head pages that rows of `tokens` tokens each take for one request, all groups together."""
+        """Head pages of one request whose rows have `tokens` tokens each, all groups together."""
         ...
 
     def free_tokens(self) -> int:
@@ -54,7 +54,7 @@ class CacheManager(Protocol):
         ...
 
     def reserve(self, plan: StepPlan) -> None:
-        """Pages, slot mapping and tables for this step; raises CapacityError and changes nothing."""
+        """Pages, slot mapping and tables of a step; or CapacityError, and nothing changes."""
         ...
 
     def truncate(self, request_id: int, num_tokens: int) -> None:
@@ -82,7 +82,7 @@ class CacheManager(Protocol):
         ...
 
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
-        """Pages that are full and were not reported yet. Also drops prefill-lifetime side tensors."""
+        """Pages that are full and not reported yet; drops prefill-lifetime side tensors."""
         ...
 
     def lens(self, request_id: int, layer: int) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ class SealedPages:
 
     For each layer of the group the same call passes that layer's view of the pools:
     keys: pool [N, Hs, P, D]. pages: int64 [M] page ids, in which every one of the Hs heads is full.
-    aux: name -> pool-shaped side tensor of the layer: SLOT [N, Hs, P, *shape], PAGE [N, Hs, *shape].
+    aux: name -> the layer's pool-shaped side tensor: SLOT [N, Hs, P, *shape], PAGE [N, Hs, *shape].
     """
 
     layer: int
@@ -69,6 +69,11 @@ class LayerStep(Protocol):
     @property
     def page_size(self) -> int: ...
 
+    @property
+    def page_aux_bytes(self) -> int:
+        """Bytes of the PAGE side tensors of one page of one head: what reading a summary costs."""
+        ...
+
     def subset(self, chunks: Sequence[int]) -> LayerStep:
         """The same step seen by some of its chunks only (indices into this step's plan)."""
         ...
@@ -90,7 +95,7 @@ class LayerStep(Protocol):
         ...
 
     def request_aux(self, name: str, chunk: int) -> Tensor:
-        """A Per.REQUEST side tensor of this chunk's request at this layer; write into it in place."""
+        """A Per.REQUEST side tensor of a chunk's request at this layer; write into it in place."""
         ...
 
     def gather(self, name: str, chunk: int) -> Tensor:
@@ -117,8 +122,8 @@ class SparseMethod:
     """Lifecycle of one sparse method. Every hook has a default; most override one to three.
 
     One instance serves every request with the same knobs; what differs per request (the budget) is
-    read from the request. Hooks marked "device" run in the forward pass, inside a captured graph when
-    traits.graph_safe; "host" hooks run between forwards.
+    read from the request. Hooks marked "device" run in the forward pass, inside a captured graph
+    when traits.graph_safe; "host" hooks run between forwards.
     """
 
     name: ClassVar[str]

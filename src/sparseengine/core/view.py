@@ -13,9 +13,9 @@ class Segment:
     """A run of keys in one physical layout.
 
     payload: per stored tensor (K, V) or (latent,): (raw,) or its codec's packed parts. A raw tensor
-      is [N, Hs, P, D]: N pages, Hs heads in a page. Hs is 1 when a page holds one head and the table
-      is per head; else Hs is kv_heads, and head h of page n is raw[n, h].
-    table: int32 [S, G, W] page ids, strided; entries past a row's length are arbitrary but in range.
+      is [N, Hs, P, D]: N pages, Hs heads in a page. Hs is 1 when a page holds one head and the
+      table is per head; else Hs is kv_heads, and head h of page n is raw[n, h].
+    table: int32 [S, G, W] page ids, strided; entries past a row's end are arbitrary but in range.
     lens: int32 [S, G] valid tokens (0 is legal: the row contributes nothing).
     """
 
@@ -32,8 +32,8 @@ class AttentionView:
     """All that an attention backend sees: no policy, no request ids, no method name.
 
     segments: oldest first, merged by log-sum-exp; the last ends with this step's tokens.
-    cu_q: int32 [S + 1], query offsets; causal is bottom-right aligned within a span, that is, query i
-      of a span with n queries sees the first (total length - n + i + 1) keys.
+    cu_q: int32 [S + 1], query offsets; causal is bottom-right aligned within a span: query i of a
+      span with n queries sees the first (total length - n + i + 1) keys.
     num_single: the first num_single spans have exactly one query each (host fact).
     max_q: longest span; max_len: an upper bound of the total row length (host facts).
     """

@@ -30,7 +30,10 @@ class Retained:
 
 @dataclass(slots=True)
 class Read:
-    """What one decode step read: positions[layer][kv_head] of layers with a selection only."""
+    """What one decode step read: positions[layer][kv_head] of layers with a selection only.
+
+    bytes_read counts K, V and the page summaries that the selection was made from.
+    """
 
     position: int
     positions: dict[int, list[list[int]]]
@@ -106,6 +109,9 @@ class Recorder:
             entry.bytes_read += sum(len(r) for r in read) * _token_bytes(at)
             if any(len(a) < len(b) for a, b in zip(read, rows, strict=True)):
                 entry.reading[at.layer] = read
+                # what was read was chosen by the summaries of all pages
+                pages = sum(-(-len(r) // at.page_size) for r in rows)
+                entry.bytes_read += pages * at.page_aux_bytes
 
     def on_stored(self, plan: StepPlan) -> None:
         """The forward is done: this step's tokens are in their rows (replays are not)."""
