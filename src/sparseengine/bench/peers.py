@@ -5,29 +5,38 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from sparseengine.errors import ConfigError
 from sparseengine.weights.source import ModelSource
 
 
 def load_transformers(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
-    """The checkpoint as transformers' own model."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
+    """The checkpoint as transformers' own model.
 
-    logging.disable_progress_bar()
-    path = Path(source.path)
-    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
-    if files and files[0].suffix == ".gguf":
-        model = AutoModelForCausalLM.from_pretrained(
-            files[0].parent, gguf_file=files[0].name, dtype=dtype
+    It is filled from our reader: transformers' own reads GGUF only with one more package installed.
+    Raises ConfigError when a tensor is missing or has no place.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = dict(source.hf_config)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    wrong = model.load_state_dict(dict(source.tensors()), strict=False)
+    missing = [name for name in wrong.missing_keys if name != "lm_head.weight" or not _tied(config)]
+    if missing or wrong.unexpected_keys:
+        raise ConfigError(
+            f"transformers' model and the checkpoint {source.name!r} differ: missing {missing}, "
+            f"unexpected {wrong.unexpected_keys}"
         )
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model.tie_weights()
     return model.to(device).eval()
+
+
+def _tied(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 @torch.inference_mode()
