@@ -36,6 +36,8 @@ def test_top_mask_takes_larger_scores_then_smaller_positions(
     capped = min(count, len(scores))
     per_row = top_mask(row.expand(2, -1), torch.tensor([capped, 0]))
     assert per_row.tolist() == [best(scores, capped), [False] * len(scores)]
+    hinted = top_mask(row.expand(2, -1), torch.tensor([capped, 0]), capped)
+    assert torch.equal(hinted, per_row)
 
 
 def test_top_mask_keeps_every_tie_in_order_on_many_rows() -> None:

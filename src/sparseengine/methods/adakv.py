@@ -98,14 +98,14 @@ class AdaKV(EvictionMethod):
         if self.config.form == "share":
             return self._share(shielded, lens, budget)
         floor = lens.clamp(max=int(budget * self.config.alpha))
-        safe = top_mask(shielded, floor)
+        safe = top_mask(shielded, floor, int(budget * self.config.alpha))
         return self._layer_top(torch.where(safe, float("inf"), shielded), lens, budget)
 
     def _layer_top(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """The layer's best kv_heads * budget slots, position by position so that ties are fair."""
         heads = scores.shape[1]
         flat = scores.mT.flatten(1)  # [N, L * H]
-        best = top_mask(flat, lens.sum(1).clamp(max=heads * budget))
+        best = top_mask(flat, lens.sum(1).clamp(max=heads * budget), heads * budget)
         return best.view(len(best), -1, heads).mT
 
     def _share(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:

@@ -8,23 +8,25 @@ import torch
 from torch import Tensor
 
 
-def top_mask(scores: Tensor, count: int | Tensor) -> Tensor:
+def top_mask(scores: Tensor, count: int | Tensor, most: int | None = None) -> Tensor:
     """True at the `count` largest scores along the last axis; ties go to the smaller position.
 
     scores: float [..., L] without NaN. count: an integer, or int64 [...] with one per row, between
-    0 and L. Returns bool [..., L]. No host synchronisation when `count` is an integer.
+    0 and L. most: a host number that no count exceeds, which saves sorting the rest. Returns bool
+    [..., L]. No host synchronisation.
     """
     length = scores.shape[-1]
+    most = length if most is None else min(most, length)
     if isinstance(count, int):
-        count = min(count, length)
-        if count <= 0:
-            return torch.zeros_like(scores, dtype=torch.bool)
-        least = scores.topk(count, dim=-1, sorted=True).values[..., -1:]
-        wanted: int | Tensor = count
+        most = count = min(count, length)
+    if most <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    ranked = scores.topk(most, dim=-1, sorted=True).values
+    wanted = count if isinstance(count, int) else count[..., None]
+    if isinstance(wanted, int):
+        least = ranked[..., -1:]
     else:
-        wanted = count[..., None]
-        ranked = scores.sort(dim=-1, descending=True).values
-        least = ranked.gather(-1, (wanted - 1).clamp(0, length - 1))
+        least = ranked.gather(-1, (wanted - 1).clamp(0, most - 1))
         least = torch.where(wanted > 0, least, float("inf"))
     above = scores > least
     ties = scores == least

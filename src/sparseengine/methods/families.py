@@ -205,7 +205,7 @@ class EvictionMethod(Method):
     def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """Which slots stay: fp32 [N, H, L] and int64 [N, H] -> bool [N, H, L]."""
         shielded = protect(scores, lens, *self.protected(budget))
-        return top_mask(shielded, lens.clamp(max=budget))
+        return top_mask(shielded, lens.clamp(max=budget), budget)
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         """Peak: the whole prompt (a block on top of the budget in block-wise eviction)."""
@@ -296,7 +296,8 @@ class SelectionMethod(Method):
         scores = torch.where(column <= last, scores, float("-inf"))
         count = torch.where(lens <= limits.budget, used, used.clamp(max=limits.pages))
         count = count.long().expand(scores.shape[:2])
-        return Selection(mask_to_columns(top_mask(scores, count), min(limits.width, columns)))
+        width = min(limits.width, columns)
+        return Selection(mask_to_columns(top_mask(scores, count, width), width))
 
     def _limits(self, at: LayerStep) -> _Limits | None:
         """What this step's requests may read; None when all of them read everything.
