@@ -40,7 +40,7 @@ def test_names_and_aliases() -> None:
         make_method("snap_kv", {}, FOUR)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_an_unknown_knob_names_the_nearest(name: str) -> None:
     with pytest.raises(RequestError, match="unknown knob 'no_such'"):
         make_method(name, {"no_such": 1}, FOUR)
@@ -114,7 +114,7 @@ def test_a_budget_for_dense_attention_is_refused(given: dict[str, Any]) -> None:
         resolve_budget(METHODS.get("full"), SparseParams("full", **given), 100)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_a_model_without_layers_to_act_on_is_refused(name: str) -> None:
     window_only = model(WINDOW, WINDOW)
     if name == "full":
@@ -142,7 +142,7 @@ def test_a_running_cache_refuses_knobs_that_need_other_storage() -> None:
         check_storage(make_method("knorm", {}, FOUR), make_method("full", {}, FOUR).cache_plan())
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_plans_cover_every_layer_and_leave_other_kinds_plain(name: str) -> None:
     recurrent = LayerSpec(kind=LayerKind.RECURRENT, state=((4,),))
     spec = model(WINDOW, FULL, recurrent, FULL, FULL)
@@ -191,7 +191,7 @@ def test_descriptions_come_from_the_code_and_are_json() -> None:
             assert knob["allowed"]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(METHODS))
 def test_documented_defaults_build(name: str) -> None:
     (entry,) = (e for e in describe_methods() if e["name"] == name)
     knobs = {k["name"]: k["default"] for k in entry["knobs"] if k["name"] != "preset"}
