@@ -26,7 +26,8 @@ class StepTensors:
 
     lens int32 [S, R], this step's tokens included; slots int64 [R, T] flat slot (page * P + offset)
     of each new token; host_lens is `lens` on the host. arena, base, width: the packed tables and
-    where each chunk's is (see cache/tables.py); columns: W of the padded table.
+    where each chunk's is (see cache/tables.py); columns: W of the padded table; max_len: the
+    longest row, a host fact.
     """
 
     lens: Tensor
@@ -36,12 +37,9 @@ class StepTensors:
     base: Tensor  # int64 [S]
     width: Tensor  # int64 [S]
     columns: int
+    max_len: int
     whole: Tensor | None = None  # int32 [S, R, W]
     last: tuple[slice, Tensor] | None = None
-
-    @property
-    def max_len(self) -> int:
-        return int(self.host_lens.max(initial=0))
 
     def table(self, rows: slice) -> Tensor:
         """int32 [S, G, W] page ids of some rows of every chunk, padded with ids in range."""
@@ -142,6 +140,7 @@ class GroupCache:
             base=base,
             width=width,
             columns=max(1, int((draft.have + draft.need).max(initial=0))),
+            max_len=int(draft.new.max(initial=0)),
         )
         if draft.new.size * self.step.columns <= _EAGER_ENTRIES:
             self.step.whole = self.step.gather(slice(0, self.geo.rows))

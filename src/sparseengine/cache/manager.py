@@ -63,6 +63,8 @@ class PagedCache:
         self._stored: dict[int, int] = {}  # positions run per request, evicted ones included
         self._dirty: set[int] = set()  # compacted since their last seal
         self._plan: StepPlan | None = None
+        self._starts: tuple[int, ...] = (0,)
+        self._num_single = self._max_q = 0
         self._cu_q = torch.zeros(1, dtype=torch.int32, device=self.device)
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
@@ -165,6 +167,10 @@ class PagedCache:
             self._stored[c.request.id] += len(c.tokens)
         self._cu_q = torch.from_numpy(cu_q).to(self.device)
         self._plan = plan
+        self._starts = tuple(int(n) for n in cu_q)
+        several = np.flatnonzero(tokens != 1)
+        self._num_single = int(several[0]) if several.size else slots.size
+        self._max_q = int(tokens.max(initial=0))
 
     def _require(self, group: GroupCache, bundles: int, what: str) -> None:
         if bundles <= group.rows.num_free:
@@ -195,9 +201,7 @@ class PagedCache:
             lens=step.lens[:, rows],
             page_size=size,
         )
-        chunks = self._current_plan().chunks
-        num_single = self._leading_singles()
-        max_q = max((len(c.tokens) for c in chunks), default=0)
+        num_single = self._num_single
         cu_q, max_len = self._cu_q, step.max_len
         if selection is not None:
             units = group.geo.layer_units(layer)
@@ -206,15 +210,7 @@ class PagedCache:
             max_len = min(max_len, width * size if selection.unit == "page" else width)
             if selection.cu_q is not None:  # finer spans: their sizes are known to the device only
                 cu_q, num_single = selection.cu_q, 0
-        return AttentionView((segment,), cu_q, spec.window, num_single, max_q, max_len)
-
-    def _leading_singles(self) -> int:
-        count = 0
-        for c in self._current_plan().chunks:
-            if len(c.tokens) != 1:
-                break
-            count += 1
-        return count
+        return AttentionView((segment,), cu_q, spec.window, num_single, self._max_q, max_len)
 
     def _current_plan(self) -> StepPlan:
         assert self._plan is not None, "reserve(plan) comes before write, view and layer_step"
@@ -230,6 +226,7 @@ class PagedCache:
             range(len(plan.chunks)),
             (q, k, v),
             self._sides.aux,
+            self._starts,
         )
 
     def state(self, layer: int) -> tuple[Tensor, ...]:

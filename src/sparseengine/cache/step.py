@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -31,14 +32,13 @@ class LayerView:
         chunks: Sequence[int],
         qkv: tuple[Tensor, Tensor, Tensor],
         request_aux: RequestAux,
+        starts: tuple[int, ...],
     ) -> None:
         self.layer, self.spec, self.plan = layer, spec, plan
         self.q, self.k, self.v = qkv
         self._group, self._chunks, self._request_aux = group, tuple(chunks), request_aux
         self._rows = group.geo.layer_rows(layer)
-        self._starts = [0]
-        for chunk in plan.chunks:
-            self._starts.append(self._starts[-1] + len(chunk.tokens))
+        self._starts = starts  # first token of each chunk in q, k, v, and their number
 
     @property
     def page_size(self) -> int:
@@ -54,6 +54,7 @@ class LayerView:
             return self
         spans = _runs([self.span(c) for c in chunks])
         q, k, v = (_take(t, spans) for t in (self.q, self.k, self.v))
+        lengths = (len(self.plan.chunks[c].tokens) for c in chunks)
         return LayerView(
             self._group,
             self.layer,
@@ -62,6 +63,7 @@ class LayerView:
             [self._chunks[c] for c in chunks],
             (q, k, v),
             self._request_aux,
+            tuple(accumulate(lengths, initial=0)),
         )
 
     def span(self, chunk: int) -> tuple[int, int]:
