@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -83,18 +83,14 @@ class Controller:
         for part in self._split(plan):
             if _overrides(part.method, "evict"):
                 keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
-        self.retain(keeps)
+        if keeps:
+            self.recorder.on_keeps(keeps)
+            self.cache.apply(keeps)
         self.recorder.on_step_end(plan)
         for pages in self.cache.seal(plan):
             for method in self.methods.values():
                 method.seal(pages)
         self._plan = None
-
-    def retain(self, keeps: Sequence[Keep]) -> None:
-        """Apply retain decisions; `end_step` and memory pressure come through here."""
-        if keeps:
-            self.recorder.on_keeps(keeps)
-            self.cache.apply(keeps)
 
     def forget(self, request_id: int) -> None:
         """The request ended or was preempted."""
