@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,19 +83,30 @@ class Controller:
         for part in self._split(plan):
             if _overrides(part.method, "evict"):
                 keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
-        if keeps:
-            self.recorder.on_keeps(keeps)
-            self.cache.apply(keeps)
+        self._apply(keeps)
         self.recorder.on_step_end(plan)
-        for pages in self.cache.seal(plan):
-            for method in self.methods.values():
-                method.seal(pages)
+        self._seal(plan)
         self._plan = None
+
+    def retain(self, keeps: Sequence[Keep]) -> None:
+        """Apply retain decisions between steps (memory pressure): summaries follow at once."""
+        self._apply(keeps)
+        self._seal(StepPlan(()))
 
     def forget(self, request_id: int) -> None:
         """The request ended or was preempted."""
         for method in self.methods.values():
             method.forget(request_id)
+
+    def _apply(self, keeps: Sequence[Keep]) -> None:
+        if keeps:
+            self.recorder.on_keeps(keeps)
+            self.cache.apply(keeps)
+
+    def _seal(self, plan: StepPlan) -> None:
+        for pages in self.cache.seal(plan):
+            for method in self.methods.values():
+                method.seal(pages)
 
     def _split(self, plan: StepPlan) -> list[_Part]:
         if plan is not self._plan:
