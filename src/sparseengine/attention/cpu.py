@@ -96,7 +96,7 @@ def _walk_obstacle(layer: LayerSpec, dtype: torch.dtype) -> str | None:
         dims = f"{layer.head_dim} and {layer.value_dim}"
         return f"the decode kernel wants head sizes in multiples of {_LANES}, not {dims}"
     if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install 'sparseengine[cpu]')"
+        return "numba is not installed (pip install numba)"
     return None
 
 
