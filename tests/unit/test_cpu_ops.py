@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseengine.ops import cpu
+from sparseengine.ops.reference import page_scores as page_scores_reference
 from sparseengine.ops.reference import store as store_reference
 
 
@@ -107,3 +108,26 @@ def test_store_refuses_what_it_cannot_do() -> None:
     assert not cpu.store((pool.double(),), (value,), slots)
     assert not cpu.store((pool,), (value.bfloat16(),), slots)
     assert not pool.any()
+
+
+@pytest.mark.parametrize(("groups", "stored"), [(1, 3), (3, 1), (3, 3)])
+@pytest.mark.parametrize("size", [4, 40])
+def test_page_scores(groups: int, stored: int, size: int) -> None:
+    low = random(30, stored + 2, size)[:, 1 : 1 + stored]
+    high = low + random(30, stored + 2, size, seed=1)[:, 1 : 1 + stored].abs()
+    q = random(2, 12, size, seed=2)[:, 2:8]
+    table = torch.randint(0, 30, (2, groups, 9), generator=torch.Generator().manual_seed(3)).int()
+    wide = torch.empty_strided(low.shape, low.stride())
+    wide.copy_(high)
+    got = cpu.page_scores(q, low, wide, table, 2)
+    assert got is not None
+    expected = page_scores_reference(q, low, high, table, 2)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_page_scores_refuses_what_it_cannot_do() -> None:
+    q, bounds = random(1, 2, 8), random(4, 1, 8)
+    table = torch.zeros(1, 1, 3, dtype=torch.int32)
+    assert cpu.page_scores(q, bounds, bounds, table.long(), 2) is None
+    assert cpu.page_scores(q.double(), bounds, bounds, table, 2) is None
+    assert cpu.page_scores(q, bounds, random(4, 2, 8)[:, :1], table, 2) is None

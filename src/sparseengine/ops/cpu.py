@@ -130,3 +130,36 @@ def store(pools: Sequence[Tensor], values: Sequence[Tensor], slots: Tensor) -> b
             tokens,
         )
     return True
+
+
+def page_scores(
+    q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size: int
+) -> Tensor | None:
+    """`ops.page_scores` by the compiled kernel, or None when it cannot run."""
+    kernel = _compiled(q, kmin, kmax)
+    if kernel is None or table.dtype != torch.int32 or table.stride(2) != 1:
+        return None
+    if kmin.stride() != kmax.stride():
+        return None
+    spans, q_heads, size = q.shape
+    heads, width = q_heads // group_size, table.shape[2]
+    out = torch.empty(spans, heads, width)
+    kernel.page_score_rows(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        group_size,
+        kmin.data_ptr(),
+        kmax.data_ptr(),
+        kmin.stride(0),
+        kmin.stride(1) if kmin.shape[1] > 1 else 0,
+        table.data_ptr(),
+        table.stride(0),
+        table.stride(1) if table.shape[1] > 1 else 0,
+        spans,
+        heads,
+        width,
+        size,
+        out.data_ptr(),
+    )
+    return out

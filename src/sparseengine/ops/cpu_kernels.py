@@ -14,6 +14,7 @@ from sparseengine.ops.native import (
     JIT,
     as_f32,
     as_f64,
+    as_i32,
     as_i64,
     openmp_parallel,
     take_ticket,
@@ -126,6 +127,33 @@ def store_rows(
             begin = token * by_token + head * by_value_head
             for i in range(size):
                 pools[to + i] = values[begin + i]
+
+
+@njit(**JIT)
+def page_score_rows(
+    q: int, by_span: int, by_q_head: int, group: int, kmin: int, kmax: int, by_page: int,
+    by_head: int, table: int, table_span: int, table_group: int,
+    spans: int, heads: int, width: int, size: int, out: int,
+) -> None:  # fmt: skip
+    """out[s, h, w]: the largest of a group's bounds sum_d max(q_d kmin_d, q_d kmax_d) of a page."""
+    queries, pages = carray(as_f32(q), FAR), carray(as_i32(table), FAR)
+    lows, highs = carray(as_f32(kmin), FAR), carray(as_f32(kmax), FAR)
+    places = carray(as_f32(out), FAR)
+    for span in range(spans):
+        for head in range(heads):
+            row = span * table_span + head * table_group
+            for column in range(width):
+                begin = np.int64(pages[row + column]) * by_page + head * by_head
+                low, high = lows[begin : begin + size], highs[begin : begin + size]
+                best = np.float32(-np.inf)
+                for q_head in range(head * group, (head + 1) * group):
+                    first = span * by_span + q_head * by_q_head
+                    query = queries[first : first + size]
+                    bound = np.float32(0)
+                    for i in range(size):
+                        bound += max(query[i] * low[i], query[i] * high[i])
+                    best = max(best, bound)
+                places[(span * heads + head) * width + column] = best
 
 
 @cfunc(types.void(types.CPointer(types.int64)), cache=True)

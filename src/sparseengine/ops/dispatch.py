@@ -1,6 +1,6 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
-On a CPU `store` is a compiled loop where `ops.cpu` can run it.
+On a CPU `store` and `page_scores` are compiled loops where `ops.cpu` can run them.
 
 Shapes and meaning are documented at the twins in `ops/reference/`.
 """
@@ -85,5 +85,9 @@ def page_bounds(k_pool: Tensor, pages: Tensor, kmin: Tensor, kmax: Tensor) -> No
 
 def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size: int) -> Tensor:
     """Upper bound of q.k over each page of each row: fp32 [S, Hkv, W]."""
+    if kmin.device.type == "cpu":
+        found = cpu.page_scores(q, kmin, kmax, table, group_size)
+        if found is not None:
+            return found
     out: Tensor = _impl(kmin).page_scores(q, kmin, kmax, table, group_size)
     return out
