@@ -185,14 +185,20 @@ def test_bfloat16(path: str, spans: list[int]) -> None:
 
 def test_strided_queries_and_tables() -> None:
     layer = layer_spec(3, 3, 64, 64, latent=False)
-    q, view = random_view(9, layer, [1, 1])
+    q, view = random_view(9, layer, [1, 1], segments=3)
     wide = torch.randn(2, 15, 64)
     wide[:, 2:11] = q
-    segment = view.segments[0]
-    table = torch.stack([segment.table] * 2, dim=-1)[..., 0]
-    assert table.stride(2) == 2
-    strided = dataclasses.replace(view, segments=(dataclasses.replace(segment, table=table),))
-    agree(wide[:, 2:11], strided, layer)
+    strided = []
+    for segment in view.segments:
+        table = torch.stack([segment.table] * 2, dim=-1)[..., 0]
+        assert table.stride(2) == 2
+        strided.append(dataclasses.replace(segment, table=table))
+    agree(wide[:, 2:11], dataclasses.replace(view, segments=tuple(strided)), layer)
+
+
+def test_more_segments_than_the_kernel_takes() -> None:
+    layer = layer_spec(2, 2, 16, 16, latent=False)
+    agree(*random_view(12, layer, [1, 1], segments=20), layer)
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:

@@ -19,6 +19,7 @@ _WALKED_DTYPES = (torch.float32, torch.bfloat16)
 _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LANES = 16  # channel counts that the walking kernel takes are multiples of this
 _TILE = 256  # queries whose logits exist at one time where torch's fused attention cannot run
+_MAX_SEGMENTS = 8  # that the walking kernel has words for
 _THREADED_BYTES = 1 << 17  # K and V of less than this are walked by one thread
 
 
@@ -73,6 +74,8 @@ class CpuBackend:
         return out
 
     def _walks(self, q: Tensor, view: AttentionView, layer: LayerSpec) -> bool:
+        if len(view.segments) > _MAX_SEGMENTS:
+            return False
         if any(part[0].dtype != q.dtype for seg in view.segments for part in seg.payload):
             return False
         key = (layer, q.dtype)
@@ -110,6 +113,7 @@ class _Scratch:
         self.scale = np.zeros(1, np.float32)
         self.args[kernel.SCALE] = self.scale.ctypes.data
         self.items = self.first = self.sums = self.stats = torch.empty(0)
+        self.kept: list[Tensor] = []  # copies that the kernel reads during a call
 
     def run(self, q: Tensor, view: AttentionView, layer: LayerSpec) -> Tensor:
         """q [S, Hq, D], the view's first S spans -> [S, Hq, Dv]."""
@@ -136,6 +140,7 @@ class _Scratch:
         channels = layer.head_dim + layer.value_dim
         small = spans * view.max_len * heads * channels * q.element_size() < _THREADED_BYTES
         kernel.run(args, self.address, 1 if small else torch.get_num_threads())
+        self.kept.clear()
         return out if q.dtype == torch.float32 else out.to(q.dtype)
 
     def _segment(self, index: int, seg: Segment, view: AttentionView) -> int:
@@ -155,7 +160,7 @@ class _Scratch:
         table, lens = seg.table, seg.lens
         if table.stride(2) != 1:
             table = table.contiguous()
-            self._kept = table  # alive until the next call
+            self.kept.append(table)
         grouped = table.shape[1] > 1
         args[word + kernel.TABLE], args[word + kernel.LENS] = table.data_ptr(), lens.data_ptr()
         args[word + kernel.TABLE_S], args[word + kernel.LENS_S] = (

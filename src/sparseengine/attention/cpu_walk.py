@@ -20,7 +20,6 @@ from sparseengine.ops.native import FAR, JIT, as_f32, as_i32, as_i64, openmp_par
 CHUNK = 256
 LANES = vec.LANES
 ARGS_SIZE = 256  # int64 words: a header, then _SEG words per segment
-MAX_SEGMENTS = 8
 
 # Header words. Addresses are in bytes, strides in bytes, counts in elements.
 TICKET, ITEMS, NUM_ITEMS, FIRST, SPANS, KV_HEADS, GROUP, DIM, VALUE_DIM = range(9)
