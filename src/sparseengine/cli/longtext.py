@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_PLACES = ("harbour", "mill", "station", "orchard", "quarry", "chapel", "market", "lighthouse")
+_PLACES = ("harbour", "mill", "station", "orchard", "quarry", "chapel", "market", "bakery")
 _PEOPLE = ("Marta", "Henrik", "Ilse", "Tomas", "Yara", "Bram", "Noor", "Piet", "Lena", "Oskar")
 _THINGS = ("ladder", "map", "kettle", "lantern", "ledger", "rope", "barrel", "clock", "bell")
 _DONE = ("repaired", "painted", "counted", "moved", "cleaned", "measured", "drew", "found")
