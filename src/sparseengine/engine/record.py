@@ -133,7 +133,7 @@ class Recorder:
             if entry is None:
                 continue
             masks = [np.asarray(m.cpu().numpy(), dtype=bool) for m in keep.masks]
-            for layer in entry.rows if keep.layer is None else (keep.layer,):
+            for layer in self._model.sparse_layers if keep.layer is None else (keep.layer,):
                 rows = entry.rows[layer]
                 per_head = masks if len(masks) > 1 else masks * len(rows)
                 entry.rows[layer] = [r[m] for r, m in zip(rows, per_head, strict=True)]
