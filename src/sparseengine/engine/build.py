@@ -198,7 +198,9 @@ def _table(
     dense = next(n for n in METHODS if METHODS.get(n).traits.family == "dense")
     for name in dict.fromkeys((*names, dense)):
         sparse = resolved.sparse if name == names[0] else SparseParams(name)
-        method = make_method(name, sparse.knobs, resolved.spec)
+        method = make_method(
+            name, sparse.knobs, resolved.spec, page_size=resolved.config.cache.block_size
+        )
         shown[name] = method
         budgets[name] = resolve_budget(type(method), sparse, prompt)
     weights = [p.numel() * p.element_size() for p in model.parameters()]
