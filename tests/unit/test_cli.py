@@ -157,6 +157,26 @@ def test_methods_lists_the_registry(run) -> None:
     assert "window" in run("methods", "snapkv")[1]
 
 
+def test_explain_runs_a_prompt_and_shows_what_is_kept_and_read(run, model) -> None:
+    prompt = ["-p", "the quick brown fox " * 24, "--enable-methods", "snapkv,quest"]
+    evicting = ["--sparse-method", "snapkv", "--kv-budget", "24"]
+    status, out, _ = run("explain", model, *prompt, *evicting, "--json")
+    assert status == 0
+    record = json.loads(out)["record"]
+    assert record["prompt_tokens"] > 24
+    kept = record["retained"][0]
+    assert all(len(head) == 24 for heads in kept["positions"].values() for head in heads)
+    _, text, _ = run("explain", model, *prompt, *evicting)
+    assert f"resident after the prompt: {kept['resident_bytes']:,} bytes" in text
+    selecting = ["--sparse-method", "quest", "--kv-budget", "32", "--block-size", "4"]
+    knobs = ["--sparse-config", '{"dense_layers": 1, "min_pages": 1}']
+    _, out, _ = run("explain", model, *prompt, *selecting, *knobs, "--json")
+    reads = json.loads(out)["record"]["reads"]
+    assert len(reads) == 4
+    assert "0" not in reads[0]["positions"]
+    assert all(28 < len(head) <= 32 for head in reads[0]["positions"]["1"])
+
+
 def test_config_shows_and_explains(run, tmp_path) -> None:
     file = tmp_path / "c.json"
     file.write_text('{"seed": 5}')

@@ -1,12 +1,25 @@
-"""`sparseengine explain MODEL`: what would run and why, without reading the weights."""
+"""`sparseengine explain MODEL`: what would run and why; with a prompt, what was kept and read."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sparseengine.console import add_engine_arguments, engine_config, positive, print_json, table
+from sparseengine.console import (
+    add_engine_arguments,
+    engine_config,
+    positive,
+    print_json,
+    sparse_params,
+    table,
+)
+from sparseengine.core.params import SamplingParams
+
+if TYPE_CHECKING:
+    from sparseengine.config import EngineConfig
+
+_STEPS = 4  # decode steps that are run to show what is read
 
 
 class Explain:
@@ -18,20 +31,37 @@ class Explain:
         parser.add_argument(
             "--max-tokens", type=positive, default=128, help="output tokens of the demand shown"
         )
+        parser.add_argument(
+            "-p", "--prompt", metavar="TEXT", help="run this prompt and show what is kept and read"
+        )
         parser.add_argument("--all", action="store_true", help="also values left at their default")
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparseengine.resolve import explain, resolve
 
-        data = explain(
-            resolve(engine_config(args)), prompt_len=args.prompt_len, max_tokens=args.max_tokens
-        )
+        config = engine_config(args)
+        data = explain(resolve(config), prompt_len=args.prompt_len, max_tokens=args.max_tokens)
+        if args.prompt is not None:
+            data = {**data, "record": run_recorded(config, args.prompt)}
         if args.json:
             print_json(data)
         else:
             print(as_text(data, show_defaults=args.all))
         return 0
+
+
+def run_recorded(config: EngineConfig, prompt: str) -> dict[str, Any]:
+    """The record of a prompt and a few decode steps under the configured method."""
+    from sparseengine.llm import LLM
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=_STEPS + 1, ignore_eos=True)
+    with LLM.from_config(config, quiet=True) as llm:
+        sparse = sparse_params(config, record=True)
+        output = llm.generate(prompt, sampling, sparse, use_tqdm=False)[0]
+    record = output.outputs[0].sparse
+    assert record is not None
+    return record.to_dict()
 
 
 def as_text(data: Mapping[str, Any], *, show_defaults: bool = False) -> str:
@@ -45,6 +75,8 @@ def as_text(data: Mapping[str, Any], *, show_defaults: bool = False) -> str:
         "cache plan\n" + table([_group(g) for g in data["cache_plan"]]),
         "routes\n" + "\n".join(_route(r) for r in data["routes"]),
     ]
+    if "record" in data:
+        parts.append(_record(data["record"]))
     return "\n\n".join(parts)
 
 
@@ -61,6 +93,29 @@ def _values(values: Mapping[str, Any], show_defaults: bool) -> str:
         if show_defaults or v["source"] != "default"
     ]
     return table(rows) if rows else "(all default)"
+
+
+def _record(record: Mapping[str, Any]) -> str:
+    """Per layer: tokens that the KV heads retain after the prompt and read in the last step."""
+    kept, read = record["retained"][0], record["reads"][-1]
+    rows = [
+        {
+            "layer": layer,
+            "kept": _span(heads),
+            "read": _span(read["positions"][layer]) if layer in read["positions"] else "all",
+        }
+        for layer, heads in kept["positions"].items()
+    ]
+    return (
+        f"of a prompt of {record['prompt_tokens']:,} tokens, tokens per KV head\n{table(rows)}\n"
+        f"resident after the prompt: {kept['resident_bytes']:,} bytes; read in a decode step: "
+        f"{read['bytes_read']:,} bytes"
+    )
+
+
+def _span(heads: list[list[int]]) -> str:
+    sizes = sorted({len(head) for head in heads})
+    return f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
 
 
 def _method(method: Mapping[str, Any]) -> str:
