@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,14 @@ def reference_model(gguf: Path) -> torch.nn.Module:
 def greedy(model: Any, ids: list[int], num_tokens: int) -> tuple[list[int], float]:
     """(tokens, smallest gap between the best and the second logit met on the way)."""
     tokens, gap, cache, new = [], float("inf"), None, torch.tensor([ids])
+    # transformers 5.2 and 5.24 name it differently
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     for _ in range(num_tokens):
-        out = model(new, cache=cache, use_cache=True, logits_to_keep=1)
+        out = model(new, **{name: cache}, use_cache=True, logits_to_keep=1)
         best = out.logits[0, -1].topk(2)
         gap = min(gap, (best.values[0] - best.values[1]).item())
         tokens.append(int(best.indices[0]))
-        cache, new = out.cache, best.indices[None, :1]
+        cache, new = out[name], best.indices[None, :1]
     return tokens, gap
 
 

@@ -23,6 +23,9 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
     """A model that was found and whose config was read; its weights are read when asked for.
@@ -60,6 +63,12 @@ class ModelSource:
         if self.tokenizer is None:
             return None
         folder = _tokenizer_folder(self.tokenizer)
+        advice = "`tokenizer` may name another folder or hub id"
+        local = Path(folder)
+        # Some versions of transformers make an empty tokenizer of a folder that holds none.
+        if local.is_dir() and not any((local / name).exists() for name in _TOKENIZER_FILES):
+            files = ", ".join(_TOKENIZER_FILES)
+            raise ConfigError(f"cannot load a tokenizer from {folder}: it has no {files}; {advice}")
         from transformers import AutoTokenizer
 
         try:
@@ -67,8 +76,7 @@ class ModelSource:
         except (OSError, ValueError, KeyError) as error:
             detail = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(
-                f"cannot load a tokenizer from {folder}: {detail[0]}; `tokenizer` may name another "
-                "folder or hub id"
+                f"cannot load a tokenizer from {folder}: {detail[0]}; {advice}"
             ) from error
 
     @property
