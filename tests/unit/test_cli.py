@@ -401,3 +401,14 @@ def test_the_demo_runs_what_the_project_promises() -> None:
     ]
     assert DemoCase(method="a", expect="wrong").holds(False)
     assert not DemoCase(method="a", expect="wrong").holds(True)
+
+
+def test_pull_reports_a_misspelt_variable_and_reads_the_right_one(
+    run, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setenv("SPARSEENGINE_CACHE", str(tmp_path))
+    with pytest.warns(UserWarning, match="did you mean 'SPARSEENGINE_CACHE_DIR'"):
+        run("pull")
+    monkeypatch.delenv("SPARSEENGINE_CACHE")
+    monkeypatch.setenv("SPARSEENGINE_CACHE_DIR", str(tmp_path))
+    assert run("pull")[1].split() == ["smollm2-135m", "not", "pulled"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from sparseengine import env
 from sparseengine.console import note
 
 
@@ -14,6 +15,7 @@ class Pull:
         parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
     def run(self, args: argparse.Namespace) -> int:
+        env.warn_unknown()  # commands with a configuration warn when they read it
         from sparseengine.weights.hub import PULLABLE, locate, pull
 
         if args.name is None:
