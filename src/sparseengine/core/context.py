@@ -11,13 +11,16 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep, SparseController
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerKind, ModelSpec
+from sparseengine.core.view import leading
 
 
 @dataclass(slots=True)
 class StepContext:
     """The only engine object that a model or an nn block ever sees.
 
-    `backends` holds the chosen backend of every layer.
+    `backends` holds the chosen backend of every layer. `lengths` int64 [T] is, for each token, the
+    longer of its request's prompt and the text up to and including the token: what position rules
+    that depend on a text's length go by, however the prompt is chunked.
     """
 
     plan: StepPlan
@@ -25,6 +28,7 @@ class StepContext:
     controller: SparseController
     backends: tuple[AttentionBackend, ...]
     model: ModelSpec
+    lengths: Tensor | None = None
     scores: Tensor | None = None
     at: LayerStep | None = None
 
@@ -33,14 +37,32 @@ class StepContext:
 
         For a LATENT layer k is the latent and v its value prefix: one tensor is stored.
         """
-        spec = self.model.layers[layer]
-        self.cache.write(layer, (k,) if spec.kind is LayerKind.LATENT else (k, v))
-        at = self.cache.layer_step(layer, q, k, v)
-        view = self.cache.view(layer, self.controller.select(at))
-        out = self.backends[layer].run(q, view, spec, self.scores)
+        at = self.store(layer, q, k, v)
+        out = self.read(at)
+        self.observe(at)
+        return out
+
+    def store(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> LayerStep:
+        """The first third of `attend`: k and v of this step's tokens enter the cache."""
+        kind = self.model.layers[layer].kind
+        self.cache.write(layer, (k,) if kind is LayerKind.LATENT else (k, v))
+        return self.cache.layer_step(layer, q, k, v)
+
+    def read(self, at: LayerStep, num_spans: int | None = None) -> Tensor:
+        """The second third: attention of all chunks, or of the plan's first `num_spans` chunks.
+
+        Those must be chunks of one token. Returns [T, Hq, Dv] of the tokens read for.
+        """
+        view = self.cache.view(at.layer, self.controller.select(at))
+        q = at.q
+        if num_spans is not None and num_spans < len(self.plan.chunks):
+            view, q = leading(view, num_spans), q[:num_spans]
+        return self.backends[at.layer].run(q, view, self.model.layers[at.layer], self.scores)
+
+    def observe(self, at: LayerStep) -> None:
+        """The last third: the methods look at what was stored and asked."""
         self.controller.observe(at)
         self.at = at
-        return out
 
     def layer_end(self, hidden: Tensor) -> None:
         """Called by the model after each attention layer with its output [T, hidden]."""

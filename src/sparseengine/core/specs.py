@@ -39,7 +39,8 @@ class LayerSpec:
     """One layer as the cache and the attention backends see it.
 
     `kv_heads` is 1 for LATENT, whose values are the first `value_dim` channels of its keys.
-    `scale` multiplies q.k; 0 means head_dim ** -0.5 (read it through `softmax_scale`).
+    `scale` multiplies q.k; 0 means head_dim ** -0.5 (read it through `softmax_scale`). `softcap` c
+    not 0 bounds the scaled logits x before masking: c * tanh(x / c).
     """
 
     kind: LayerKind
@@ -49,6 +50,7 @@ class LayerSpec:
     value_dim: int = 0
     window: int | None = None
     scale: float = 0.0
+    softcap: float = 0.0
     state: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -44,6 +44,17 @@ class AttentionView:
     num_single: int
     max_q: int
     max_len: int
+
+
+def leading(view: AttentionView, spans: int) -> AttentionView:
+    """The first `spans` spans of a view; each of them has one query, or all spans are taken."""
+    if spans == view.cu_q.shape[0] - 1:
+        return view
+    assert spans <= view.num_single, f"{spans} spans wanted, {view.num_single} have one query"
+    segments = tuple(replace(s, table=s.table[:spans], lens=s.lens[:spans]) for s in view.segments)
+    return replace(
+        view, segments=segments, cu_q=view.cu_q[: spans + 1], num_single=spans, max_q=min(spans, 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)

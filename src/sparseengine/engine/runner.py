@@ -88,8 +88,18 @@ class Runner:
         positions = np.concatenate(
             [np.arange(c.start, c.stop, dtype=np.int64) for c in plan.chunks]
         )
-        ctx = StepContext(plan, self.cache, self.controller, self.backends, self.spec)
+        prompts = np.fromiter((c.request.prompt_len for c in plan.chunks), np.int64)
+        sizes = [len(c.tokens) for c in plan.chunks]
+        lengths = np.maximum(positions + 1, np.repeat(prompts, sizes))
         to = self.device
+        ctx = StepContext(
+            plan,
+            self.cache,
+            self.controller,
+            self.backends,
+            self.spec,
+            lengths=torch.from_numpy(lengths).to(to),
+        )
         return self.model(torch.from_numpy(ids).to(to), torch.from_numpy(positions).to(to), ctx)
 
     def forget(self, request_id: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
 from sparseengine.models import fields
-from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.registry import Registry
 from sparseengine.weights.dummy import DummyFill
 from sparseengine.weights.source import ModelSource
@@ -61,7 +61,7 @@ def load_model(
     else:
         _Filler(model, source.name).run(source)
     for module in model.modules():
-        if isinstance(module, Linear):
+        if hasattr(module, "prepare"):
             module.prepare()
     return model.eval()
 
@@ -72,6 +72,7 @@ class _Filler:
     def __init__(self, model: Any, name: str) -> None:
         self.name = name
         self.tied = bool(model.tied)
+        self.ignores = partial(model.ignores, spec=model.spec)
         self.places = _places(model)
         self.filled: set[str] = set()
         self.unexpected: list[str] = []
@@ -86,8 +87,8 @@ class _Filler:
         self._check_spare_head()
 
     def _put(self, name: str, tensor: Tensor) -> None:
-        if name.endswith("rotary_emb.inv_freq"):
-            return  # written by old exporters; frequencies come from the config
+        if self.ignores(name):
+            return
         if self.tied and name == _HEAD:
             self.spare_head = tensor
             return
@@ -135,18 +136,19 @@ class _Filler:
 
 
 def _places(model: Any) -> dict[str, Tensor]:
-    """Checkpoint name -> the (part of a) parameter it fills, as a view."""
-    parts: dict[tuple[str, int], str] = {target: name for name, target in model.merged.items()}
+    """Checkpoint name -> the (part of a) parameter it fills, as a view.
+
+    A module whose parameters are laid out otherwise than the checkpoint's tensors says so itself,
+    by a method `places(own full name)`.
+    """
     places: dict[str, Tensor] = {}
-    modules = dict(model.named_modules())
-    for name, parameter in model.named_parameters():
-        owner, _, leaf = name.rpartition(".")
-        module = modules[owner]
-        if not isinstance(module, MergedLinear):
-            places[name] = parameter.data
+    for owner, module in model.named_modules():
+        if hasattr(module, "places"):
+            places |= module.places(owner)
             continue
-        prefix, _, own = owner.rpartition(".")
-        for part in range(len(module.parts)):
-            place = f"{prefix}.{parts[own, part]}.{leaf}"
-            places[place] = parameter.data[module.rows(part)]
+        prefix = f"{owner}." if owner else ""
+        for leaf, parameter in module.named_parameters(recurse=False):
+            places[f"{prefix}{leaf}"] = parameter.data
+    if model.tied:
+        del places[_HEAD]
     return places

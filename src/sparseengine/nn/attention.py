@@ -38,7 +38,10 @@ class Attention(nn.Module):
         parts = (q_size, k_size, spec.kv_heads * spec.value_dim)
         self.qk_size, self.v_size = q_size + k_size, parts[2]
         out_size = spec.q_heads * spec.value_dim
-        self.qkv_proj = MergedLinear(hidden_size, parts, qkv_bias, dtype=dtype, device=device)
+        names = ("q_proj", "k_proj", "v_proj")
+        self.qkv_proj = MergedLinear(
+            hidden_size, parts, qkv_bias, names=names, dtype=dtype, device=device
+        )
         self.o_proj = Linear(out_size, hidden_size, out_bias, dtype=dtype, device=device)
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None

@@ -106,7 +106,9 @@ class Linear(nn.Module):
 class MergedLinear(Linear):
     """Several column-parallel projections of one input as one matrix (Q, K, V or gate, up).
 
-    `parts` are the output sizes, all rank-local. Part i of a checkpoint fills the rows `rows(i)`.
+    `parts` are the output sizes, all rank-local. Part i of a checkpoint fills the rows `rows(i)`;
+    its name there is names[i], beside the module's own. Without names the checkpoint holds the
+    merged matrix under the module's name.
     """
 
     def __init__(
@@ -115,16 +117,29 @@ class MergedLinear(Linear):
         parts: Sequence[int],
         bias: bool = False,
         *,
+        names: Sequence[str] = (),
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(in_features, sum(parts), bias, dtype=dtype, device=device)
-        self.parts = tuple(parts)
+        self.parts, self.names = tuple(parts), tuple(names)
         self._starts = (0, *accumulate(self.parts))
 
     def rows(self, part: int) -> slice:
         """The output rows that part `part` of a checkpoint fills."""
         return slice(self._starts[part], self._starts[part + 1])
+
+    def places(self, owner: str) -> dict[str, Tensor]:
+        """Checkpoint name -> the view it fills; `owner` is the module's own full name."""
+        prefix, _, _ = owner.rpartition(".")
+        parameters = dict(self.named_parameters(recurse=False))
+        if not self.names:
+            return {f"{owner}.{leaf}": p.data for leaf, p in parameters.items()}
+        return {
+            f"{prefix}.{name}.{leaf}": p.data[self.rows(part)]
+            for part, name in enumerate(self.names)
+            for leaf, p in parameters.items()
+        }
 
     def split(self, y: Tensor) -> tuple[Tensor, ...]:
         """y [T, sum(parts)] -> one view [T, part] per part."""

@@ -24,7 +24,9 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         parts = (intermediate_size, intermediate_size)
-        self.gate_up_proj = MergedLinear(hidden_size, parts, bias, dtype=dtype, device=device)
+        self.gate_up_proj = MergedLinear(
+            hidden_size, parts, bias, names=("gate_proj", "up_proj"), dtype=dtype, device=device
+        )
         self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -116,8 +116,13 @@ class RotaryEmbedding(nn.Module):
         inv_freq, self.attention_factor = frequencies(spec)
         self.register_buffer("inv_freq", inv_freq.to(device), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """positions int64 [T] -> cos, sin [T, 1, dim / 2] in `dtype`."""
+    def forward(
+        self, positions: Tensor, dtype: torch.dtype, lengths: Tensor | None = None
+    ) -> Rotation:
+        """positions int64 [T] -> cos, sin [T, 1, dim / 2] in `dtype`.
+
+        lengths int64 [T]: see `StepContext`; without them a text ends at its token.
+        """
         inv_freq = self.inv_freq
         if self.spec.rope_type == "dynamic":
             inv_freq = self._grown(positions)

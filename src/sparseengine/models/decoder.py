@@ -1,0 +1,148 @@
+"""What decoder-only families share: embedding, layers, one rotation per layer, output head.
+
+A family is a subclass of `CausalLM` that says what its config means (`build_spec`, `rope_specs`)
+and what a layer is (`make_layer`). Parameter names are the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from sparseengine.core.context import StepContext
+from sparseengine.core.specs import ModelSpec
+from sparseengine.models import fields
+from sparseengine.nn.embedding import Embedding
+from sparseengine.nn.linear import Linear
+from sparseengine.nn.norm import RMSNorm
+from sparseengine.nn.rope import RopeSpec, RotaryEmbedding, Rotation, rope_spec
+
+Config = Mapping[str, Any]
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        attention: nn.Module,
+        mlp: nn.Module,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        eps, hidden, dtype = fields.real(config, "rms_norm_eps"), spec.hidden_size, spec.dtype
+        self.input_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, ctx)
+        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class Decoder(nn.Module):
+    """Everything below the output head: the checkpoint's names after `model.`."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: list[nn.Module],
+        norm: nn.Module,
+        ropes: tuple[RopeSpec, ...],
+        device: torch.device | str,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(
+            spec.vocab_size, spec.hidden_size, dtype=spec.dtype, device=device
+        )
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        distinct = list(dict.fromkeys(ropes))
+        self.ropes = nn.ModuleList(RotaryEmbedding(rope, device=device) for rope in distinct)
+        self.rope_of = [distinct.index(rope) for rope in ropes]
+
+    def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
+        hidden = self.embed(ids)
+        rotations = [rope(positions, hidden.dtype, ctx.lengths) for rope in self.ropes]
+        for layer, rope in zip(self.layers, self.rope_of, strict=True):
+            hidden = layer(hidden, rotations[rope], ctx)
+            ctx.layer_end(hidden)
+        out: Tensor = self.norm(hidden)
+        return out
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] -> [T, hidden]."""
+        hidden: Tensor = self.embed_tokens(ids)
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """A decoder with an output head. `tied` models share the embedding with the head."""
+
+    decoder_class: ClassVar[type[Decoder]] = Decoder
+
+    def __init__(
+        self, config: Config, spec: ModelSpec, *, device: torch.device | str = "cpu"
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.tied = fields.flag(config, "tie_word_embeddings", default=self.default_tied())
+        layers = [self.make_layer(i, config, spec, device) for i in range(len(spec.layers))]
+        norm = self.make_norm(config, spec, device)
+        ropes = self.rope_specs(config, spec)
+        self.model = self.decoder_class(spec, layers, norm, ropes, device)
+        self.lm_head = Linear(spec.hidden_size, spec.vocab_size, dtype=spec.dtype, device="meta")
+        if self.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        else:
+            self.lm_head.to_empty(device=device)
+
+    @classmethod
+    def build_spec(cls, config: Config, dtype: torch.dtype) -> ModelSpec:
+        """The model's sizes. Raises ConfigError for a missing field or an unsupported feature."""
+        raise NotImplementedError
+
+    def make_layer(
+        self, layer: int, config: Config, spec: ModelSpec, device: torch.device | str
+    ) -> nn.Module:
+        """One decoder layer: hidden [T, hidden], rotation, ctx -> [T, hidden]."""
+        raise NotImplementedError
+
+    def make_norm(self, config: Config, spec: ModelSpec, device: torch.device | str) -> nn.Module:
+        """The norm before the output head."""
+        eps = fields.real(config, "rms_norm_eps")
+        return RMSNorm(spec.hidden_size, eps, dtype=spec.dtype, device=device)
+
+    @classmethod
+    def rope_specs(cls, config: Config, spec: ModelSpec) -> tuple[RopeSpec, ...]:
+        """The rotation of every layer; equal ones are computed once a step."""
+        return (rope_spec(config, spec.layers[0].head_dim),) * len(spec.layers)
+
+    @classmethod
+    def default_tied(cls) -> bool:
+        """Whether the head is the embedding when the config does not say."""
+        return False
+
+    @classmethod
+    def ignores(cls, name: str, spec: ModelSpec) -> bool:
+        """Whether a checkpoint tensor belongs to a part that is not run (a draft layer, say)."""
+        return name.endswith("rotary_emb.inv_freq")  # old exporters; frequencies are the config's
+
+    def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
+        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
+        hidden: Tensor = self.model(ids, positions, ctx)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, hidden] -> float32 [N, vocab]."""
+        logits: Tensor = self.lm_head(hidden).float()
+        return logits
