@@ -1,4 +1,8 @@
-"""`sparseengine doctor [MODEL]`: what works on this machine, and how many requests fit."""
+"""`sparseengine doctor [MODEL]`: what works on this machine, and how many requests fit.
+
+With --input-len it answers the second question alone, for a model that is neither loaded nor needs
+to be here: its config is enough.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,14 @@ from typing import Any
 
 from sparseengine import env
 from sparseengine.config import EngineConfig
-from sparseengine.console import add_engine_arguments, engine_config, print_json, table
+from sparseengine.console import (
+    add_engine_arguments,
+    engine_config,
+    positive,
+    print_json,
+    table,
+)
+from sparseengine.errors import ConfigError
 
 PACKAGES = ("torch", "transformers", "triton", "numba", "safetensors", "gguf", "huggingface_hub")
 
@@ -19,10 +30,30 @@ PACKAGES = ("torch", "transformers", "triton", "numba", "safetensors", "gguf", "
 class Doctor:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--json", action="store_true", help="JSON instead of text")
+        parser.add_argument(
+            "--input-len", type=positive, metavar="TOKENS", help="plan: prompt length of a request"
+        )
+        parser.add_argument(
+            "--output-len",
+            type=positive,
+            metavar="TOKENS",
+            default=256,
+            help="plan: tokens generated per request [default: 256]",
+        )
+        parser.add_argument(
+            "--device-memory-gb",
+            type=float,
+            metavar="GB",
+            help="plan: memory of the device (10^9 bytes) instead of this machine's",
+        )
         add_engine_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         config = engine_config(args)
+        if args.input_len is not None:
+            return plan(config, args)
+        if args.device_memory_gb is not None:
+            raise ConfigError("--device-memory-gb plans for a device: give --input-len, too")
         found: dict[str, Any] = {
             "packages": packages(),
             "machine": machine(),
@@ -38,6 +69,31 @@ class Doctor:
         else:
             print(as_text(found))
         return 0
+
+
+def plan(config: EngineConfig, args: argparse.Namespace) -> int:
+    """How many requests of one length fit, without loading the model."""
+    from sparseengine.engine.fit import planned_table
+    from sparseengine.resolve import resolve
+
+    if config.model.hf_config is not None:
+        config = replace(config, model=replace(config.model, load_format="dummy"))
+    elsewhere = args.device_memory_gb is not None
+    if elsewhere and config.model.dtype == "auto":
+        config = replace(config, model=replace(config.model, dtype="bfloat16"))
+    resolved = resolve(config)
+    memory = int(args.device_memory_gb * 1e9) if elsewhere else resolved.caps.memory_bytes
+    found = planned_table(
+        resolved,
+        memory_bytes=memory,
+        prompt_tokens=args.input_len,
+        output_tokens=args.output_len,
+    )
+    if args.json:
+        print_json(found.to_dict())
+    else:
+        print(f"{config.model.model or config.model.hf_config}, {resolved.dtype}\n{found.render()}")
+    return 0
 
 
 def packages() -> dict[str, str | None]:

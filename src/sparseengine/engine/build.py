@@ -5,33 +5,30 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
 
 from sparseengine.attention import BACKENDS
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.attention import AttentionBackend
-from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.collector import Collector
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.engine import Engine
+from sparseengine.engine.fit import TABLE_SHARE, fit_table, weight_bytes
 from sparseengine.engine.intake import Intake, MethodTable
 from sparseengine.engine.memory import (
     MemoryTable,
     cpu_kv_bytes,
     estimated_activations,
-    memory_table,
     most_usable_bytes,
 )
 from sparseengine.engine.runner import Model, Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import ConfigError
-from sparseengine.methods import METHODS, make_method, resolve_budget
 from sparseengine.models import load_model
 from sparseengine.nn.linear import make_deterministic
 from sparseengine.resolve import Resolved
 
-_TABLE_SHARE = 0.02  # of KV memory on a GPU: page tables and row metadata
 _SHOWN_OUTPUT_TOKENS = 256
 
 
@@ -84,7 +81,14 @@ def build_engine(resolved: Resolved) -> Built:
         controller=controller,
         collector=collector,
     )
-    table = _table(resolved, cache, methods, network, activations, measured)
+    table = fit_table(
+        resolved,
+        cache,
+        weights=weight_bytes(network),
+        activations=activations,
+        measured=measured,
+        output_tokens=max(1, min(_SHOWN_OUTPUT_TOKENS, resolved.max_model_len // 4)),
+    )
     return Built(engine, tokenizer, table)
 
 
@@ -131,7 +135,7 @@ def _cuda_kv_bytes(resolved: Resolved, activations: int) -> int:
             f"{(total - free) >> 20} MiB are in use and a step needs {activations >> 20} MiB; "
             "raise it, or lower max_num_batched_tokens"
         )
-    return min(int(left * (1 - _TABLE_SHARE)), most_usable_bytes(resolved))
+    return min(int(left * (1 - TABLE_SHARE)), most_usable_bytes(resolved))
 
 
 def profile_activations(
@@ -180,37 +184,3 @@ def profile_activations(
     cache.release(request.id)
     controller.forget(request.id)
     return int(peak)
-
-
-def _table(
-    resolved: Resolved,
-    cache: PagedCache,
-    methods: MethodTable,
-    model: nn.Module,
-    activations: int,
-    measured: bool,
-) -> MemoryTable:
-    """How many fit with every enabled method, and with dense attention."""
-    output = max(1, min(_SHOWN_OUTPUT_TOKENS, resolved.max_model_len // 4))
-    prompt = resolved.max_model_len - output
-    shown, budgets = {}, {}
-    names = list(resolved.methods)
-    dense = next(n for n in METHODS if METHODS.get(n).traits.family == "dense")
-    for name in dict.fromkeys((*names, dense)):
-        sparse = resolved.sparse if name == names[0] else SparseParams(name)
-        method = make_method(
-            name, sparse.knobs, resolved.spec, page_size=resolved.config.cache.block_size
-        )
-        shown[name] = method
-        budgets[name] = resolve_budget(type(method), sparse, prompt)
-    weights = [p.numel() * p.element_size() for p in model.parameters()]
-    return memory_table(
-        resolved,
-        cache,
-        shown,
-        budgets,
-        weights=sum(weights),
-        activations=activations,
-        measured=measured,
-        output_tokens=output,
-    )
