@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,7 +59,9 @@ def by_hand(q: Tensor, view: AttentionView, layer: LayerSpec) -> Tensor:
                 if not seen:
                     continue
                 query = q[cu_q[s] + i, hq]
-                logits = [float(query @ k) * layer.head_dim**-0.5 for k, _ in seen]
+                logits = [float(query @ k) * layer.softmax_scale for k, _ in seen]
+                if layer.softcap:
+                    logits = [layer.softcap * math.tanh(x / layer.softcap) for x in logits]
                 weights = [math.exp(x - max(logits)) for x in logits]
                 for w, (_, v) in zip(weights, seen, strict=True):
                     out[cu_q[s] + i, hq] += w / sum(weights) * v[: layer.value_dim]
@@ -96,6 +99,17 @@ def test_segments_join_into_one_row(backend: type, window: int | None) -> None:
     q, layer = queries(view, shape), layer_of(shape, window)
     got = backend().run(q, view, layer, None)
     torch.testing.assert_close(got, by_hand(q, view, layer), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("backend", PLAIN)
+def test_scale_and_soft_cap_of_a_layer(backend: type) -> None:
+    shape = SHAPES[0]
+    view = spans_view(shape, [1, 12], [[[21, 9], [12, 30]]], F64, "cpu", window=7)
+    q, layer = queries(view, shape), replace(layer_of(shape, 7), scale=0.9, softcap=1.5)
+    got = backend().run(q, view, layer, None)
+    torch.testing.assert_close(got, by_hand(q, view, layer), rtol=0, atol=1e-10)
+    plain = by_hand(q, view, replace(layer, softcap=0.0))
+    assert (plain - got).abs().max() > 0.1, "the cap must matter"
 
 
 @pytest.mark.parametrize("backend", PLAIN)

@@ -124,6 +124,20 @@ def test_head_and_page_sizes(path: str, dims: tuple[int, int], page: int) -> Non
     agree(*random_view(2, layer, [1, 1, 9], page=page, per_head=True), layer)
 
 
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("window", [None, 6])
+def test_scale_and_soft_cap(
+    path: str, spans: list[int], per_head: bool, window: int | None
+) -> None:
+    plain = layer_spec(2, 3, 64, 64, latent=False)
+    capped = dataclasses.replace(plain, scale=0.2, softcap=1.5)
+    q, view = random_view(8, capped, spans, per_head=per_head, window=window)
+    agree(q, view, capped)
+    uncapped = CpuBackend().run(q, view, dataclasses.replace(capped, softcap=0.0), None)
+    assert (CpuBackend().run(q, view, capped, None) - uncapped).abs().max() > 0.01
+
+
 def test_values_in_keys(path: str) -> None:
     layer = layer_spec(1, 8, 80, 64, latent=True)
     agree(*random_view(3, layer, [1, 1, 6]), layer)

@@ -136,13 +136,14 @@ def test_gather_rows_serves_tensors_without_channels() -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "head", "picked"])
 @pytest.mark.parametrize("reduce", ["sum", "max"])
-def test_window_scores_equal_softmax_by_hand(layout: str, reduce: str) -> None:
+@pytest.mark.parametrize("cap", [0.0, 0.4])
+def test_window_scores_equal_softmax_by_hand(layout: str, reduce: str, cap: float) -> None:
     heads, group, dim, window = 2, 3, 4, 5
     shape = Shape(heads=heads, group=group, dim=dim, page=4, layout=layout)
     lens = [14] if layout == "shared" else [14, 6]
     rows = Rows(shape, [lens], F64, "cpu", [dim])
     q = torch.randn(window, heads * group, dim, dtype=F64)
-    got = ops.window_scores(q, rows.pools[0], rows.table[0], rows.lens[0], 17, 0.3, reduce)
+    got = ops.window_scores(q, rows.pools[0], rows.table[0], rows.lens[0], 17, 0.3, reduce, cap)
     assert got.shape == (6, 17)
     for hq in range(heads * group):
         h = hq // group
@@ -152,6 +153,8 @@ def test_window_scores_equal_softmax_by_hand(layout: str, reduce: str) -> None:
         for i in range(window):
             seen = n - window + i + 1
             logits = [0.3 * float(q[i, hq] @ keys[j]) for j in range(seen)]
+            if cap:
+                logits = [cap * math.tanh(x / cap) for x in logits]
             total = sum(math.exp(x - max(logits)) for x in logits)
             for j in range(seen):
                 columns[i][j] = math.exp(logits[j] - max(logits)) / total

@@ -14,6 +14,7 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerSpec
 from sparseengine.core.view import AttentionView, Segment
+from sparseengine.ops.reference.scores import soft_capped
 
 _WALKED_DTYPES = (torch.float32, torch.bfloat16)
 _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -29,7 +30,8 @@ class CpuBackend:
     Spans of one query at the front of a view take the kernel when numba is installed, the dtype is
     float32 or bfloat16 and head sizes are multiples of 16. Other spans gather their rows once and
     run torch's fused CPU attention: a full part over the older keys and a causal part over the
-    span's own, merged by log-sum-exp, so that no masked half is computed. Spans are independent.
+    span's own, merged by log-sum-exp, so that no masked half is computed. That attention knows no
+    soft cap: layers with one run a plain softmax, some queries at a time. Spans are independent.
     """
 
     name = "cpu"
@@ -110,7 +112,7 @@ class _Scratch:
         self.kernel = kernel
         self.args = np.zeros(kernel.ARGS_SIZE, np.int64)
         self.address = int(self.args.ctypes.data)
-        self.scale = np.zeros(1, np.float32)
+        self.scale = np.zeros(2, np.float32)  # softmax scale, soft cap
         self.args[kernel.SCALE] = self.scale.ctypes.data
         self.items = self.first = self.sums = self.stats = torch.empty(0)
         self.kept: list[Tensor] = []  # copies that the kernel reads during a call
@@ -133,7 +135,7 @@ class _Scratch:
         args[kernel.QUERY_T], args[kernel.QUERY_H] = query.stride(0) * size, query.stride(1) * size
         args[kernel.OUT] = out.data_ptr()
         args[kernel.OUT_T], args[kernel.OUT_H] = out.stride(0) * size, out.stride(1) * size
-        self.scale[0] = layer.softmax_scale
+        self.scale[:] = layer.softmax_scale, layer.softcap
         pieces = sum(self._segment(i, seg, view) for i, seg in enumerate(view.segments))
         rows = spans * (heads // block)
         self._grow(rows, rows * pieces, block * layer.group_size, layer.value_dim)
@@ -196,13 +198,13 @@ def _attend_span(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) ->
     if all(len(set(n)) == 1 for n in lens):
         keys = _joined([k for k, _ in parts])
         values = _joined([v for _, v in parts])
-        return _attend(q, keys, values, view.window, layer.softmax_scale)
+        return _attend(q, keys, values, view.window, layer)
     out = q.new_empty(q.shape[0], layer.q_heads, layer.value_dim)
     for h in range(layer.kv_heads):
         keys = _joined([k[h : h + 1, : n[h]] for (k, _), n in zip(parts, lens, strict=True)])
         values = _joined([v[h : h + 1, : n[h]] for (_, v), n in zip(parts, lens, strict=True)])
         heads = slice(h * layer.group_size, (h + 1) * layer.group_size)
-        out[:, heads] = _attend(q[:, heads], keys, values, view.window, layer.softmax_scale)
+        out[:, heads] = _attend(q[:, heads], keys, values, view.window, layer)
     return out
 
 
@@ -235,17 +237,20 @@ def _column(heads: int) -> Tensor:
     return torch.arange(heads)[:, None]
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, window: int | None, layer: LayerSpec
+) -> Tensor:
     """q [n, Hq, D], keys [H, L, D], values [H, L, Dv] -> [n, Hq, Dv]; causal, bottom-right."""
     num_q, length = q.shape[0], keys.shape[1]
     if length < num_q:  # the first queries see nothing
         out = q.new_zeros(num_q, q.shape[1], values.shape[2])
         if length:
-            out[num_q - length :] = _attend(q[num_q - length :], keys, values, window, scale)
+            out[num_q - length :] = _attend(q[num_q - length :], keys, values, window, layer)
         return out
+    scale = layer.softmax_scale
     query = q.transpose(0, 1)  # [Hq, n, D]
-    if keys.shape[2] != values.shape[2] or q.dtype == torch.float16:
-        return _attend_tiles(query, keys, values, window, scale).transpose(0, 1)
+    if keys.shape[2] != values.shape[2] or q.dtype == torch.float16 or layer.softcap:
+        return _attend_tiles(query, keys, values, window, layer).transpose(0, 1)
     if window is not None and window < length:
         dead = _dead(num_q, length, window, length - num_q)
         mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill(dead, float("-inf"))
@@ -286,16 +291,16 @@ def _dead(num_q: int, length: int, window: int | None, first: int) -> Tensor:
 
 
 def _attend_tiles(
-    query: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, window: int | None, layer: LayerSpec
 ) -> Tensor:
-    """Plain softmax in float32 or wider, some queries at a time: sizes that flash does not take."""
+    """Plain softmax in float32 or wider, some queries at a time: what flash does not take."""
     dtype = torch.promote_types(query.dtype, torch.float32)
     heads, num_q, length = keys.shape[0], query.shape[1], keys.shape[1]
     keys, values = keys.to(dtype)[:, None], values.to(dtype)[:, None]  # [H, 1, L, D]
     outs = []
     for start in range(0, num_q, _TILE):
         tile = query[:, start : start + _TILE].to(dtype).unflatten(0, (heads, -1))  # [H, g, n, D]
-        logits = (tile @ keys.transpose(2, 3)) * scale
+        logits = soft_capped((tile @ keys.transpose(2, 3)) * layer.softmax_scale, layer.softcap)
         dead = _dead(tile.shape[2], length, window, length - num_q + start)
         mass = logits.masked_fill(dead, float("-inf")).softmax(-1)
         outs.append((mass @ values).flatten(0, 1))

@@ -126,6 +126,13 @@ def _walk(a: Any, item: Any, scratch: int, sums: int, values: bool) -> None:
 
 
 @njit(**JIT)
+def _soft_cap(x: Any, count: int, cap: Any) -> None:
+    """x[:count] = cap * tanh(x / cap)."""
+    for j in range(count):
+        x[j] = cap * np.tanh(x[j] / cap)
+
+
+@njit(**JIT)
 def work(a: Any) -> None:
     """Take items until none is left. Runs on every thread at once."""
     q_heads, dim = a[BLOCK] * a[GROUP], a[VALUE_DIM]
@@ -133,6 +140,7 @@ def work(a: Any) -> None:
     bits = np.empty(CHUNK, np.int32)
     scratch = np.int64(x.ctypes.data)
     items = carray(as_i64(a[ITEMS]), FAR)
+    cap = carray(as_f32(a[SCALE]), 2)[1]
     all_sums = carray(as_f32(a[SUMS]), FAR)
     all_stats = carray(as_f32(a[STATS]), FAR)
     ticket = np.int64(a.ctypes.data) + 8 * TICKET
@@ -146,6 +154,8 @@ def work(a: Any) -> None:
         count = item[5] - item[4]
         _walk(a, item, scratch, np.int64(sums.ctypes.data), False)
         for i in range((item[2] - item[1]) * a[GROUP]):
+            if cap > 0:
+                _soft_cap(x[i], count, cap)
             top = np.float32(-np.inf)
             for j in range(count):
                 top = max(top, x[i, j])

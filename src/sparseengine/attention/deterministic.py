@@ -22,6 +22,7 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerSpec
 from sparseengine.core.view import AttentionView
+from sparseengine.ops.reference.scores import soft_capped
 
 _TILE_QUERIES = 16
 _TILE_KEYS = 64
@@ -111,6 +112,7 @@ def _tile_attention(
         n = torch.arange(n0, n0 + _TILE_KEYS, device=q.device)
         k, v = keys[:, n0 : n0 + _TILE_KEYS], values[:, n0 : n0 + _TILE_KEYS]
         logits = torch.bmm(q, k.contiguous().mT) * layer.softmax_scale
+        logits = soft_capped(logits, layer.softcap)
         dead = n >= visible
         if window is not None:
             dead = dead | (n < visible - window)

@@ -11,6 +11,7 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerSpec
 from sparseengine.core.view import AttentionView, Segment
+from sparseengine.ops.reference.scores import soft_capped
 
 
 def segment_rows(segment: Segment, span: int, layer: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +65,8 @@ class ReferenceBackend:
                 heads = slice(h * group, (h + 1) * group)
                 logits = q[lo:hi, heads].to(dtype).transpose(0, 1) @ keys.to(dtype).T  # [g, n, L]
                 dead = _dead(hi - lo, keys.shape[0], view.window, q.device)
-                logits = (logits * layer.softmax_scale).masked_fill(dead, float("-inf"))
+                logits = soft_capped(logits * layer.softmax_scale, layer.softcap)
+                logits = logits.masked_fill(dead, float("-inf"))
                 mass = logits.softmax(-1).masked_fill(dead, 0.0)
                 out[lo:hi, heads] = (mass @ values.to(dtype)).transpose(0, 1).to(q.dtype)
         return out

@@ -123,8 +123,8 @@ class LayerView:
     def scores(self, chunk: int, queries: Tensor, reduce: Literal["sum", "max"] = "sum") -> Tensor:
         table, lens = self._row(chunk)
         longest = max(self.lens(chunk), default=0)
-        scale = self.spec.softmax_scale
-        return ops.window_scores(queries, self._pool("keys"), table, lens, longest, scale, reduce)
+        keys, scale, cap = self._pool("keys"), self.spec.softmax_scale, self.spec.softcap
+        return ops.window_scores(queries, keys, table, lens, longest, scale, reduce, cap)
 
 
 def _runs(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -72,9 +72,13 @@ def window_scores(
     max_len: int,
     scale: float,
     reduce: str = "sum",
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention mass of a row's last queries q [w, Hq, D] on its keys: fp32 [Hq, max_len]."""
-    out: Tensor = _impl(k_pool).window_scores(q, k_pool, table, lens, max_len, scale, reduce)
+    capped = {"softcap": softcap} if softcap else {}
+    out: Tensor = _impl(k_pool).window_scores(
+        q, k_pool, table, lens, max_len, scale, reduce, **capped
+    )
     return out
 
 

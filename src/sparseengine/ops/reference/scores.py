@@ -14,6 +14,11 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def soft_capped(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), which lies within -cap .. cap; the logits themselves for cap 0."""
+    return logits if cap == 0 else (logits / cap).tanh_().mul_(cap)
+
+
 def window_scores(
     q: Tensor,
     k_pool: Tensor,
@@ -22,12 +27,14 @@ def window_scores(
     max_len: int,
     scale: float,
     reduce: str = "sum",
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attention mass of a row's last w queries on each of its keys.
 
     q: [w, Hq, D]. k_pool: [N, Hs, P, D]. table: int32 [G, W]. lens: int32 [G], this chunk included.
     Query i sees the first lens - w + i + 1 keys (causal, bottom-right). Softmax in fp32 (fp64 for
-    fp64 inputs) over all keys it sees; then the sum or the max over the queries.
+    fp64 inputs) over all keys it sees, of scaled logits x or, with `softcap` c, of c tanh(x / c);
+    then the sum or the max over the queries.
     Returns fp32 [Hq, max_len], zero past a row's length.
     """
     window, q_heads, _ = q.shape
@@ -42,7 +49,7 @@ def window_scores(
     for h in range(kv_heads):  # one KV head at a time bounds the scratch memory
         heads = slice(h * group, (h + 1) * group)
         logits = q[:, heads].to(dtype).transpose(0, 1) @ keys[h].T * scale  # [g, w, L]
-        mass = logits.masked_fill(dead[h], float("-inf")).softmax(-1)
+        mass = soft_capped(logits, softcap).masked_fill(dead[h], float("-inf")).softmax(-1)
         mass = mass.masked_fill(dead[h], 0.0)  # queries that see no key: NaN rows become zero
         out[heads] = mass.sum(1) if reduce == "sum" else mass.amax(1)
     return out
