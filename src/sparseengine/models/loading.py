@@ -19,8 +19,12 @@ from sparseengine.weights.source import ModelSource
 MODELS = Registry(
     "model architecture",
     {
+        "DeepseekV2ForCausalLM": "sparseengine.models.deepseek:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": "sparseengine.models.deepseek:DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM": "sparseengine.models.glm4_moe_lite:Glm4MoeLiteForCausalLM",
         "LlamaForCausalLM": "sparseengine.models.llama:LlamaForCausalLM",
         "Qwen3ForCausalLM": "sparseengine.models.qwen3:Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM": "sparseengine.models.qwen3_moe:Qwen3MoeForCausalLM",
     },
     aliases={"MistralForCausalLM": "LlamaForCausalLM"},
 )

@@ -147,8 +147,8 @@ class MergedLinear(Linear):
 
 
 def make_deterministic(model: nn.Module) -> None:
-    """From now on the bits of each row of every `Linear` depend on that row alone, not on how many
-    other rows are in the call nor on its place among them. Costs speed: products have 16 rows."""
+    """From now on the bits of each row of every matrix product depend on that row alone, not on
+    how many other rows are in the call nor on its place. Costs speed: products have 16 rows."""
     for module in model.modules():
-        if isinstance(module, Linear):
+        if hasattr(module, "row_tile"):
             module.row_tile = _DETERMINISTIC_ROWS

@@ -3,8 +3,11 @@
 from sparseengine.ops.dispatch import (
     compact,
     copy_pages,
+    dense_attention,
     gather_rows,
     merge_lse,
+    moe_experts,
+    moe_route,
     page_bounds,
     page_scores,
     store,
@@ -14,8 +17,11 @@ from sparseengine.ops.dispatch import (
 __all__ = [
     "compact",
     "copy_pages",
+    "dense_attention",
     "gather_rows",
     "merge_lse",
+    "moe_experts",
+    "moe_route",
     "page_bounds",
     "page_scores",
     "store",

@@ -14,14 +14,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from sparseengine.ops import cpu, reference
+from sparseengine.ops import cpu, dense, reference
 from sparseengine.ops.reference import gather_rows, merge_lse
+from sparseengine.ops.routing import RouterSpec
 
 __all__ = [
     "compact",
     "copy_pages",
+    "dense_attention",
     "gather_rows",
     "merge_lse",
+    "moe_experts",
+    "moe_route",
     "page_bounds",
     "page_scores",
     "store",
@@ -95,3 +99,26 @@ def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size
             return found
     out: Tensor = _impl(kmin).page_scores(q, kmin, kmax, table, group_size)
     return out
+
+
+def moe_route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
+    """Experts int [T, K] of each token, best first, and their fp32 weights; logits fp32 [T, E]."""
+    return reference.moe_route(logits, bias, spec)
+
+
+def moe_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    row_tile: int | None = None,
+) -> Tensor:
+    """Weighted sum over K of the SwiGLU experts that each token of x [T, H] chose: [T, H]."""
+    return reference.moe_experts(x, gate_up, down, ids, weights, row_tile)
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """Causal, bottom-right: q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]."""
+    found = None if softcap else dense.dense_attention(q, k, v, scale)
+    return reference.dense_attention(q, k, v, scale, softcap) if found is None else found

@@ -1,0 +1,52 @@
+"""What stands between the matrix products of a decoder layer, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, in float32, rounded once to x's dtype."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    return (y * weight.to(wide)).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, its RMS norm), both [T, D]; the sum is rounded before it is normed."""
+    total = x + residual
+    return total, rms_norm(total, weight, eps)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up [T, 2 I] -> [T, I]; "silu" or "gelu_tanh"."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def norm_rotate(
+    qk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """RMS norm over each head (where weights are given), then rotation of the leading channels.
+
+    qk: [T, Hq + Hkv, D], the query heads first. cos, sin: [T, 1, R], which turn the pairs
+    (i, i + R). Returns a tensor like qk.
+    """
+    if q_weight is not None and k_weight is not None:
+        q, k = qk[:, :q_heads], qk[:, q_heads:]
+        qk = torch.cat((rms_norm(q, q_weight, eps), rms_norm(k, k_weight, eps)), dim=1)
+    half = cos.shape[-1]
+    first, second = qk[..., :half], qk[..., half : 2 * half]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, qk[..., 2 * half :]), dim=-1)
