@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,11 +28,9 @@ def transformers_tensors(path: Path, model: torch.nn.Module) -> dict[str, torch.
     return load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("kind", sorted(FORMATS))
-def test_every_format_equals_transformers_bit_for_bit(
-    family: str, kind: str, tmp_path: Path
-) -> None:
+def test_every_format_equals_transformers_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    family = "llama"
     model = reference_model(family, **WIDE)
     path = write_gguf(tmp_path / "m.gguf", model, family, kind=GGMLQuantizationType[kind])
     stored = {t.format for t in read_header(path).tensors}
@@ -43,11 +43,165 @@ def test_every_format_equals_transformers_bit_for_bit(
         assert tensor.isfinite().all(), name
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+GEMMA = {
+    "hidden_act": None,
+    "query_pre_attn_scalar": 16,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "num_hidden_layers": 7,
+}
+SMALL = {
+    "llama": ("Llama", {"head_dim": 8}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "norm_topk_prob": True,
+        },
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 9.0, "final_logit_softcapping": 5.0}),
+    "gemma3": ("Gemma3Text", GEMMA),
+}
+
+
+def small_model(family: str, **overrides: Any) -> torch.nn.Module:
+    """A random transformers model of a GGUF family, biases and norms included."""
+    import transformers
+
+    name, extra = SMALL[family]
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": family.startswith("gemma"),
+    }
+    values = {k: v for k, v in {**sizes, **extra, **overrides}.items() if v is not None}
+    config = getattr(transformers, f"{name}Config")(**values)
+    torch.manual_seed(0)
+    causal = name.removesuffix("Text") + "ForCausalLM"
+    model: torch.nn.Module = getattr(transformers, causal)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.2 + 0.1)
+    return model
+
+
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One matrix per expert and projection, as published checkpoints store them."""
+    found = {}
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".experts.")
+        if not owner:
+            found[name] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[leaf]
+        for part, stacked in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            for expert, matrix in enumerate(stacked):
+                found[f"{owner}.experts.{expert}.{part}.weight"] = matrix
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_names_and_values_of_every_family(family: str, tmp_path: Path) -> None:
+    """What the converter renamed, reordered, stacked and shifted is undone."""
+    model = small_model(family)
+    path = write_gguf(tmp_path / "m.gguf", model, family)
+    expected = split_experts(model.state_dict())
+    if model.config.tie_word_embeddings:
+        del expected["lm_head.weight"]
+    found = dict(open_model(ModelConfig(model=str(path))).tensors())
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", sorted(SMALL))
+def test_config_of_every_family(family: str, tmp_path: Path) -> None:
+    """transformers reads our config and finds the model's own, field by field."""
+    model = small_model(family)
+    source = open_model(ModelConfig(model=str(write_gguf(tmp_path / "m.gguf", model, family))))
+    config = source.hf_config
+    assert config["architectures"] == [type(model).__name__]
+    assert config["model_type"] == model.config.model_type
+    ours = type(model.config)(**config).to_dict()
+    for name, value in model.config.to_dict().items():
+        if name not in _NOT_IN_GGUF:
+            wanted = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            assert ours[name] == wanted, name
+
+
+_NOT_IN_GGUF = {
+    *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
+    *("_name_or_path", "dtype", "router_aux_loss_coef", "max_window_layers"),
+}
+
+
+def test_gemma_files_name_what_llama_cpp_knows_by_heart(tmp_path: Path) -> None:
+    model = small_model("gemma3")
+    fields = {
+        "gemma3.rope.scaling.type": "linear",
+        "gemma3.rope.scaling.factor": 8.0,
+        "gemma3.rope.freq_base_swa": 5000.0,
+        "gemma3.attention.sliding_window_pattern": 3,
+    }
+    path = write_gguf(tmp_path / "m.gguf", model, "gemma3", fields=fields)
+    config = open_model(ModelConfig(model=str(path))).hf_config
+    assert config["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+    assert [kind == "full_attention" for kind in config["layer_types"]] == [
+        *(False, False, True, False, False, True, False)
+    ]
+    # The largest Gemma 3 (62 layers) scales its queries by hidden size / heads, here 64 / 8.
+    large = small_model("gemma3", num_hidden_layers=62, hidden_size=64, intermediate_size=8)
+    path = write_gguf(tmp_path / "large.gguf", large, "gemma3")
+    assert open_model(ModelConfig(model=str(path))).hf_config["query_pre_attn_scalar"] == 8
+
+
+def test_yarn_and_old_linear_scaling(tmp_path: Path) -> None:
+    model = reference_model("llama")
+    fields = {
+        "llama.rope.scaling.type": "yarn",
+        "llama.rope.scaling.factor": 4.0,
+        "llama.rope.scaling.yarn_beta_fast": 16.0,
+        "llama.rope.scaling.attn_factor": 0.5,
+    }
+    path = write_gguf(tmp_path / "yarn.gguf", model, "llama", fields=fields)
+    scaling = open_model(ModelConfig(model=str(path))).hf_config["rope_scaling"]
+    assert scaling == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "beta_fast": 16.0,
+        "attention_factor": pytest.approx(0.5 * (0.1 * math.log(4.0) + 1.0)),
+    }
+    old = {"llama.rope.scale_linear": 2.0}
+    path = write_gguf(tmp_path / "old.gguf", model, "llama", fields=old)
+    scaling = open_model(ModelConfig(model=str(path))).hf_config["rope_scaling"]
+    assert scaling == {"rope_type": "linear", "factor": 2.0}
+
+
+def test_experts_under_the_llama_name_are_refused(tmp_path: Path) -> None:
+    fields = {"llama.expert_count": 8}
+    path = write_gguf(tmp_path / "m.gguf", reference_model("llama"), "llama", fields=fields)
+    with pytest.raises(ConfigError, match=r"with 8 experts \(Mixtral\) is not supported"):
+        open_model(ModelConfig(model=str(path)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_logits_of_a_float_file_equal_the_model(family: str, tied: bool, tmp_path: Path) -> None:
     """Config from metadata and the undone Q/K row order are both right."""
-    model = reference_model(family, tie_word_embeddings=tied)
+    model = small_model(family, tie_word_embeddings=tied)
     source = open_model(ModelConfig(model=str(write_gguf(tmp_path / "m.gguf", model, family))))
     spec = model_spec(source.hf_config, torch.float32)
     ours, ids = load_model(source, spec), torch.arange(40) % VOCAB
@@ -93,7 +247,7 @@ def test_rope_frequencies_tensor_becomes_factors(tmp_path: Path) -> None:
 
     original = gguf_writer.gguf_name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf_writer, "gguf_name", lambda n: names.get(n) or original(n))
+        patch.setattr(gguf_writer, "gguf_name", lambda n, _: names.get(n) or original(n))
         path = write_gguf(tmp_path / "m.gguf", model, "llama")
     source = open_model(ModelConfig(model=str(path)))
     assert source.hf_config["rope_scaling"]["factors"] == [1.0, 1.0, 4.0, 8.0]
@@ -135,8 +289,8 @@ def test_unknown_family_names_the_nearest(tmp_path: Path) -> None:
 
 def test_unsupported_format_names_the_tensor(tmp_path: Path) -> None:
     model = reference_model("llama", **WIDE)
-    path = write_gguf(tmp_path / "m.gguf", model, "llama", kind=GGMLQuantizationType.Q5_0)
-    with pytest.raises(ConfigError, match=r"tensor token_embd.weight has the GGUF format Q5_0"):
+    path = write_gguf(tmp_path / "m.gguf", model, "llama", kind=GGMLQuantizationType.IQ1_M)
+    with pytest.raises(ConfigError, match=r"tensor token_embd.weight has the GGUF format IQ1_M"):
         open_model(ModelConfig(model=str(path)))
 
 

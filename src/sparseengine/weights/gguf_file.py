@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from sparseengine.errors import ConfigError, nearest
+from sparseengine.errors import ConfigError
+from sparseengine.weights.gguf_families import (
+    GgufFields,
+    expert_names,
+    family_config,
+    family_of,
+    hf_name,
+)
 
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
@@ -29,31 +36,17 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _SHORT_ARRAY = 64  # longer arrays (the vocabulary) are skipped; their length is kept
 
-FORMATS = frozenset({"F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
-
-_GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_BLOCK_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_FAMILIES = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
+# gguf-py decodes two more: IQ1_M, whose scattered scale no test writes, and NVFP4, which needs a
+# second tensor of scales.
+FORMATS = frozenset(
+    {
+        *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+        *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
+        *("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
+    }
+)
 _ROPE_FACTORS = "rope_freqs.weight"
+_EMBEDDING = "token_embd.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,67 +84,19 @@ class GgufHeader:
 
         Raises ConfigError for an architecture without a mapping and for a missing field.
         """
-        if self.family not in _FAMILIES:
-            raise ConfigError(
-                f"{self.path}: GGUF architecture {self.family!r} is not supported; "
-                f"{nearest(self.family, _FAMILIES)}"
-            )
-        model_type, architecture = _FAMILIES[self.family]
-        names = {t.name for t in self.tensors}
-        hidden, heads = self._field("embedding_length"), self._field("attention.head_count")
-        rope_dim = self._field("rope.dimension_count", hidden // heads)
-        config = {
-            "architectures": [architecture],
-            "model_type": model_type,
-            "hidden_size": hidden,
-            "intermediate_size": self._field("feed_forward_length"),
-            "num_hidden_layers": self._field("block_count"),
-            "num_attention_heads": heads,
-            "num_key_value_heads": self._field("attention.head_count_kv", heads),
-            "head_dim": self._field("attention.key_length", rope_dim),
-            "max_position_embeddings": self._field("context_length"),
-            "rms_norm_eps": self._field("attention.layer_norm_rms_epsilon"),
-            "rope_theta": self._field("rope.freq_base", 10000.0),
-            "rope_scaling": self._rope_scaling(names),
-            "vocab_size": self._vocab_size(),
-            "attention_bias": any(n.endswith("attn_q.bias") for n in names),
-            "mlp_bias": any(n.endswith("ffn_up.bias") for n in names),
-            "tie_word_embeddings": "output.weight" not in names,
-        }
-        for key in ("bos", "eos", "padding", "eot"):
-            value = self.metadata.get(f"tokenizer.ggml.{key}_token_id")
-            if value is not None:
-                config[f"{'pad' if key == 'padding' else key}_token_id"] = value
-        if "eot_token_id" in config and "eos_token_id" in config:
-            config["eos_token_id"] = sorted({config["eos_token_id"], config.pop("eot_token_id")})
-        return config
-
-    def _field(self, name: str, default: Any = None) -> Any:
-        value = self.metadata.get(f"{self.family}.{name}", default)
-        if value is None:
-            raise ConfigError(f"{self.path}: GGUF field {self.family}.{name} is missing")
-        return value
-
-    def _vocab_size(self) -> int:
-        for tensor in self.tensors:
-            if tensor.name == "token_embd.weight":
-                return tensor.shape[0]
-        raise ConfigError(f"{self.path}: GGUF tensor token_embd.weight is missing")
-
-    def _rope_scaling(self, names: set[str]) -> dict[str, Any] | None:
-        if _ROPE_FACTORS in names:
-            # llama.cpp stores Llama 3 scaling as one divisor per frequency instead of its formula.
-            (entry,) = [t for t in self.tensors if t.name == _ROPE_FACTORS]
-            factors = _read_tensor(self, entry).tolist()
-            return {"rope_type": "factors", "factors": factors}
-        kind = self.metadata.get(f"{self.family}.rope.scaling.type", "none")
-        if kind == "none":
-            return None
-        scaling = {"rope_type": kind, "factor": self._field("rope.scaling.factor")}
-        original = self.metadata.get(f"{self.family}.rope.scaling.original_context_length")
-        if original is not None:
-            scaling["original_max_position_embeddings"] = original
-        return scaling
+        family_of(self.path, self.family)
+        entries = {tensor.name: tensor for tensor in self.tensors}
+        if _EMBEDDING not in entries:
+            raise ConfigError(f"{self.path}: GGUF tensor {_EMBEDDING} is missing")
+        factors = entries.get(_ROPE_FACTORS)
+        fields = GgufFields(
+            path=self.path,
+            family=self.family,
+            metadata=self.metadata,
+            tensor_names=entries.keys(),
+            rope_factors=None if factors is None else _read_tensor(self, factors).tolist(),
+        )
+        return family_config(fields, vocab_size=entries[_EMBEDDING].shape[0])
 
 
 class _Cursor:
@@ -255,32 +200,38 @@ def _directory(
         yield GgufTensor(name, shape, found, base + offset, num_bytes)
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face name of a GGUF tensor; an unknown one keeps its name and fails at loading."""
-    if name in _GLOBAL_NAMES:
-        return _GLOBAL_NAMES[name]
-    parts = name.split(".")
-    if len(parts) == 4 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{parts[3]}"
-    return name
-
-
 def read_tensors(header: GgufHeader) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor), one at a time; block formats are decoded to float32.
 
-    Llama files store the rows of Q and K in llama.cpp's interleaved RoPE order; it is undone.
+    What llama.cpp's converter did is undone: the order of the rows of Q and K, the 1 that norm
+    weights are shifted by, the stacking of experts (each is decoded and yielded alone).
     """
+    family = family_of(header.path, header.family)
     heads = header.metadata.get(f"{header.family}.attention.head_count", 0)
     kv_heads = header.metadata.get(f"{header.family}.attention.head_count_kv", heads)
     for entry in header.tensors:
         if entry.name == _ROPE_FACTORS:
             continue
+        names = expert_names(entry.name)
+        if names is not None:
+            for expert in range(entry.shape[0]):
+                yield names(expert), _read_tensor(header, _slice(entry, expert))
+            continue
         tensor = _read_tensor(header, entry)
-        if header.family == "llama" and ".attn_q." in entry.name:
+        if family.permuted and ".attn_q." in entry.name:
             tensor = _half_split_rows(tensor, heads)
-        elif header.family == "llama" and ".attn_k." in entry.name:
+        elif family.permuted and ".attn_k." in entry.name:
             tensor = _half_split_rows(tensor, kv_heads)
-        yield hf_name(entry.name), tensor
+        elif family.shifted_norms and entry.name.endswith("norm.weight"):
+            tensor = tensor.float() - 1.0
+        yield hf_name(entry.name, family), tensor
+
+
+def _slice(entry: GgufTensor, index: int) -> GgufTensor:
+    """One entry of a stacked tensor's first axis."""
+    num_bytes = entry.num_bytes // entry.shape[0]
+    offset = entry.offset + index * num_bytes
+    return replace(entry, shape=entry.shape[1:], offset=offset, num_bytes=num_bytes)
 
 
 def _half_split_rows(rows: Tensor, num_heads: int) -> Tensor:
