@@ -137,6 +137,11 @@ class CausalLM(nn.Module):
         """Whether a checkpoint tensor belongs to a part that is not run (a draft layer, say)."""
         return name.endswith("rotary_emb.inv_freq")  # old exporters; frequencies are the config's
 
+    @classmethod
+    def rename(cls, name: str) -> str:
+        """A checkpoint's tensor name as this model spells it."""
+        return name
+
     def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
         hidden: Tensor = self.model(ids, positions, ctx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparseengine.errors import ConfigError, UnsupportedError
@@ -10,12 +10,20 @@ from sparseengine.errors import ConfigError, UnsupportedError
 _ARCHITECTURE_OF_TYPE = {
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "llama": "LlamaForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+FULL, SLIDING = "full_attention", "sliding_attention"  # what `layer_types` may hold
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -57,11 +65,17 @@ def flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def require_equal(config: Mapping[str, Any], name: str, value: str) -> None:
-    """The field is absent or has the only supported value."""
-    found = config.get(name, value)
-    if found != value:
-        raise UnsupportedError(f"model config: {name} {found!r} is not supported, only {value!r}")
+def optional_real(config: Mapping[str, Any], name: str) -> float:
+    """A number > 0; 0.0 for an absent or null field."""
+    return 0.0 if config.get(name) is None else real(config, name)
+
+
+def require_equal(config: Mapping[str, Any], name: str, *values: object) -> None:
+    """The field is absent or has one of the supported values."""
+    found = config.get(name, values[0])
+    if found not in values:
+        supported = " or ".join(map(repr, values))
+        raise UnsupportedError(f"model config: {name} {found!r} is not supported, only {supported}")
 
 
 def require_divides(config: Mapping[str, Any], kv_heads: int, heads: int) -> None:
@@ -74,13 +88,47 @@ def require_divides(config: Mapping[str, Any], kv_heads: int, heads: int) -> Non
 
 
 def refuse_sliding_window(config: Mapping[str, Any]) -> None:
-    """Full attention only: a window that is in use would silently be ignored."""
+    """For families without one: a window that is in use would silently be ignored."""
     window = config.get("sliding_window")
     used = window is not None and config.get("use_sliding_window", True)
     kinds = set(config.get("layer_types") or ())
-    if used or kinds - {"full_attention"}:
+    if used or kinds - {FULL}:
         raise UnsupportedError(
             f"model config: sliding_window {window!r} (layer_types {sorted(kinds)}) is not "
             "supported; hf_overrides={'sliding_window': None, 'layer_types': None} runs the model "
             "with full attention in every layer"
         )
+
+
+def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> tuple[str, ...]:
+    """FULL or SLIDING for every layer: `layer_types`, else `default`."""
+    types = tuple(config.get("layer_types") or default)
+    num_layers = count(config, "num_hidden_layers")
+    if len(types) != num_layers:
+        raise ConfigError(
+            f"model config: layer_types has {len(types)} entries for num_hidden_layers {num_layers}"
+        )
+    for name in types:
+        if name not in (FULL, SLIDING):
+            raise UnsupportedError(
+                f"model config: layer_types holds {name!r}, only {FULL!r} and {SLIDING!r} are "
+                "supported"
+            )
+    return types
+
+
+def windows(
+    config: Mapping[str, Any], types: Sequence[str], window: int | None
+) -> tuple[int | None, ...]:
+    """The window of every layer, None where it attends to everything.
+
+    A window that no text of `max_position_embeddings` outgrows counts as none.
+    """
+    if SLIDING in types and window is None:
+        raise ConfigError(
+            f"model config: layer_types holds {SLIDING!r}, but no window is in use: sliding_window "
+            f"is {config.get('sliding_window')!r} and use_sliding_window is "
+            f"{config.get('use_sliding_window')!r}"
+        )
+    slides = window is not None and window < count(config, "max_position_embeddings")
+    return tuple(window if slides and name == SLIDING else None for name in types)

@@ -21,12 +21,21 @@ MODELS = Registry(
     {
         "DeepseekV2ForCausalLM": "sparseengine.models.deepseek:DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM": "sparseengine.models.deepseek:DeepseekV3ForCausalLM",
+        "Gemma2ForCausalLM": "sparseengine.models.gemma2:Gemma2ForCausalLM",
+        "Gemma3ForCausalLM": "sparseengine.models.gemma3:Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration": (
+            "sparseengine.models.gemma3:Gemma3ForConditionalGeneration"
+        ),
+        "GemmaForCausalLM": "sparseengine.models.gemma:GemmaForCausalLM",
         "Glm4MoeLiteForCausalLM": "sparseengine.models.glm4_moe_lite:Glm4MoeLiteForCausalLM",
         "LlamaForCausalLM": "sparseengine.models.llama:LlamaForCausalLM",
+        "MinistralForCausalLM": "sparseengine.models.mistral:MinistralForCausalLM",
+        "MistralForCausalLM": "sparseengine.models.mistral:MistralForCausalLM",
+        "Phi3ForCausalLM": "sparseengine.models.phi3:Phi3ForCausalLM",
+        "Qwen2ForCausalLM": "sparseengine.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sparseengine.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "sparseengine.models.qwen3_moe:Qwen3MoeForCausalLM",
     },
-    aliases={"MistralForCausalLM": "LlamaForCausalLM"},
 )
 
 _HEAD = "lm_head.weight"
@@ -77,6 +86,7 @@ class _Filler:
         self.name = name
         self.tied = bool(model.tied)
         self.ignores = partial(model.ignores, spec=model.spec)
+        self.rename = model.rename
         self.places = _places(model)
         self.filled: set[str] = set()
         self.unexpected: list[str] = []
@@ -93,6 +103,7 @@ class _Filler:
     def _put(self, name: str, tensor: Tensor) -> None:
         if self.ignores(name):
             return
+        name = self.rename(name)
         if self.tied and name == _HEAD:
             self.spare_head = tensor
             return

@@ -20,6 +20,11 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     examples: ClassVar[str] = "Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Coder-30B-A3B"
 
+    @classmethod
+    def windows(cls, config: Config) -> tuple[int | None, ...]:
+        fields.refuse_sliding_window(config)
+        return (None,) * fields.count(config, "num_hidden_layers")
+
     def make_mlp(
         self, layer: int, config: Config, spec: ModelSpec, device: torch.device | str
     ) -> nn.Module:

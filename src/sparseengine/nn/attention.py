@@ -16,7 +16,8 @@ class Attention(nn.Module):
     """Projections, optional per-head norm of Q and K, rotation, attention, output projection.
 
     Head counts come from `spec` and are rank-local. `qk_norm_eps` not None puts an RMS norm over
-    each head of Q and K before the rotation (Qwen3).
+    each head of Q and K before the rotation (Qwen3), of class `norm` (Gemma 3 has its own). merged:
+    the checkpoint holds Q, K and V as one matrix, `qkv_proj`.
     """
 
     def __init__(
@@ -28,6 +29,8 @@ class Attention(nn.Module):
         qkv_bias: bool = False,
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
+        norm: type[RMSNorm] = RMSNorm,
+        merged: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -38,7 +41,7 @@ class Attention(nn.Module):
         parts = (q_size, k_size, spec.kv_heads * spec.value_dim)
         self.qk_size, self.v_size = q_size + k_size, parts[2]
         out_size = spec.q_heads * spec.value_dim
-        names = ("q_proj", "k_proj", "v_proj")
+        names = () if merged else ("q_proj", "k_proj", "v_proj")
         self.qkv_proj = MergedLinear(
             hidden_size, parts, qkv_bias, names=names, dtype=dtype, device=device
         )
@@ -46,8 +49,8 @@ class Attention(nn.Module):
         self.q_norm: RMSNorm | None = None
         self.k_norm: RMSNorm | None = None
         if qk_norm_eps is not None:
-            self.q_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
-            self.k_norm = RMSNorm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.q_norm = norm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
+            self.k_norm = norm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""

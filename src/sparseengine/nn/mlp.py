@@ -11,7 +11,10 @@ from sparseengine.ops import cpu
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)); `intermediate_size` is rank-local."""
+    """down(silu(gate(x)) * up(x)); `intermediate_size` is rank-local.
+
+    merged: the checkpoint holds gate and up as one matrix, `gate_up_proj`.
+    """
 
     def __init__(
         self,
@@ -19,19 +22,31 @@ class SwiGLU(nn.Module):
         intermediate_size: int,
         bias: bool = False,
         *,
+        merged: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
         parts = (intermediate_size, intermediate_size)
+        names = () if merged else ("gate_proj", "up_proj")
         self.gate_up_proj = MergedLinear(
-            hidden_size, parts, bias, names=("gate_proj", "up_proj"), dtype=dtype, device=device
+            hidden_size, parts, bias, names=names, dtype=dtype, device=device
         )
         self.down_proj = Linear(intermediate_size, hidden_size, bias, dtype=dtype, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        mixed = cpu.silu_mul(gate, up) if x.device.type == "cpu" else F.silu(gate) * up
-        out: Tensor = self.down_proj(mixed)
+        out: Tensor = self.down_proj(self.mix(gate, up))
         return out
+
+    def mix(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The activation between the products: gate, up [T, size] -> [T, size]."""
+        return cpu.silu_mul(gate, up) if gate.device.type == "cpu" else F.silu(gate) * up
+
+
+class GeGLU(SwiGLU):
+    """down(gelu(gate(x)) * up(x)) with the tanh approximation of gelu (Gemma)."""
+
+    def mix(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.gelu(gate, approximate="tanh") * up

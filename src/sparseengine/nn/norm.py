@@ -30,3 +30,31 @@ class RMSNorm(nn.Module):
         if x.device.type == "cpu":
             return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+
+class ShiftedRMSNorm(RMSNorm):
+    """x / rms(x) * (1 + weight), in float32 until the result is rounded (Gemma)."""
+
+    gain: Tensor | None
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(size, eps, dtype=dtype, device=device)
+        self.register_buffer("gain", None, persistent=False)
+
+    def prepare(self) -> None:
+        """Called once after the weights are in place."""
+        self.gain = 1.0 + self.weight.detach().float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., size] -> [..., size]."""
+        gain = 1.0 + self.weight.float() if self.gain is None else self.gain
+        if x.device.type == "cpu":
+            return cpu.rms_norm(x.float(), gain, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), (x.shape[-1],), gain, self.eps).to(x.dtype)
