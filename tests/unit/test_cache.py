@@ -239,8 +239,8 @@ def test_all_groups_are_asked_before_any_gives() -> None:
         CacheGroup(layers=(1,), page_size=8, ragged=Ragged.HEAD),
     )
     cache = PagedCache(tiny_model(), groups, num_pages=2)
-    assert [g.rows.num_pages for g in cache.groups] == [4, 4]
-    assert cache.pages_for(9) == 3 * 2 + 2 * 2
+    assert [g.pool.num_pages for g in cache.groups] == [4, 4]
+    assert cache.pages_for(9) == 12, "the second pool is all taken"
     for rid in (1, 2):
         cache.admit(request(rid), PrefixHit())
     cache.reserve(step_plan({1: 1, 2: 1}))

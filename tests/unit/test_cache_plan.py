@@ -113,7 +113,7 @@ def test_a_byte_budget_is_kept_and_used(ragged: Ragged) -> None:
     cache = PagedCache(model, groups, total_bytes=total)
     used = cache.memory()
     assert 0.95 * total < used.payload + used.aux <= total
-    rows = [g.rows.num_pages // g.geo.rows * g.geo.page_size for g in cache.groups]
+    rows = [g.pool.num_pages // g.geo.rows * g.geo.page_size for g in cache.groups]
     assert max(rows) - min(rows) <= 16, "all groups run out together"
     assert cache.free_tokens() == min(rows)
 
@@ -162,10 +162,10 @@ def test_tables_stay_under_two_percent_at_128k() -> None:
 
 def _table_share(cache: PagedCache, scale: float) -> float:
     """Bytes of tables and page bookkeeping, host and device, over those of the KV pages in use."""
-    rows = cache.groups[0].rows
-    used = (rows.num_pages - rows.num_free) / rows.num_pages
+    rows, pool = cache.groups[0].rows, cache.groups[0].pool
+    used = (pool.num_pages - pool.num_free) / pool.num_pages
     share = rows.tables.arena.nbytes * 2 + rows.lens.nbytes + rows.sealed.nbytes
-    share += (rows.ref.nbytes + rows.free.nbytes) * used  # proportional to the pool
+    share += pool.bookkeeping_bytes() * used  # proportional to the pool
     return share / (cache.memory().payload * scale * used)
 
 

@@ -26,6 +26,7 @@ from sparseengine.ops.reference.scores import soft_capped
 
 _TILE_QUERIES = 16
 _TILE_KEYS = 64
+WINDOW_ALIGN = _TILE_KEYS  # where rows that lose leading pages must start, for tiles to stay put
 
 
 class DeterministicBackend:

@@ -76,12 +76,13 @@ class Plan:
                 yield length, batch if isinstance(batch, int) else self._most(llm, length)
 
     def _most(self, llm: LLM, length: int) -> int:
+        from sparseengine.engine.admission import charge
+
         engine = llm.engine
         method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
-        demand = engine.intake.methods.instances[method].demand(length, self.output_len, budget)
-        cache = engine.scheduler.cache
-        left = cache.total_pages() - cache.pages_for(max(demand))
-        more = max(0, left) // max(1, cache.pages_for(demand.steady_tokens))
+        cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
+        most, steady = charge(cache, instance, length, self.output_len, budget)
+        more = max(0, cache.total_pages() - most) // max(1, steady)
         return min(llm.resolved.config.scheduler.max_num_seqs, 1 + more)
 
     def budget_text(self, config: EngineConfig) -> str | None:

@@ -74,6 +74,10 @@ def _target(geo: Geometry, keep: Keep) -> tuple[range, int]:
         raise AssertionError(
             f"{who}: rows are shared by layers {geo.group.layers}; plan Ragged.LAYER or HEAD"
         )
+    if geo.window is not None:
+        raise AssertionError(
+            f"{who}: a WINDOW layer holds its newest {geo.window} tokens; methods act on others"
+        )
     if len(keep.masks) not in (1, geo.row_groups):
         raise AssertionError(
             f"{who}: {len(keep.masks)} masks for {geo.row_groups} row groups; give 1, or plan "
@@ -155,7 +159,7 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
     i, col = _written(group, kept, first, ~spliced)
     tables = group.rows.tables
     page = tables.arena[tables.at(slots[i], rows[i], col)]
-    copy = group.rows.must_copy(page)
+    copy = group.pool.must_copy(page)
     i, col = i[copy], col[copy]
     return Compaction(
         slots=slots,
@@ -216,10 +220,10 @@ def carry_out(group: GroupCache, c: Compaction) -> None:
     """Copy what is shared, move what moves, splice the rest, free what is left over."""
     table, tables = group.rows, group.rows.tables
     if c.copy_page.size:
-        fresh = table.take(c.copy_page.size)
+        fresh = group.pool.take(c.copy_page.size)
         group.copy_pages(c.copy_page, fresh)
         tables.arena[tables.at(c.copy_slot, c.copy_row, c.copy_col)] = fresh
-        freed = table.drop(c.copy_page)
+        freed = group.pool.drop(c.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
     moving = np.flatnonzero(~c.spliced)
     if moving.size:
@@ -235,7 +239,7 @@ def carry_out(group: GroupCache, c: Compaction) -> None:
     begin = c.first[moving] // np.int32(group.geo.page_size)
     table.sealed[slots, rows] = np.minimum(table.sealed[slots, rows], begin)
     table.lens[c.slots, c.rows] = c.kept
-    freed = table.drop(np.concatenate(dropped))
+    freed = group.pool.drop(np.concatenate(dropped))
     tables.touch(np.unique(np.concatenate([c.slots[c.spliced], c.copy_slot])))
     for slot in np.unique(c.slots):
         table.trim(int(slot))

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.cache.memory import CacheBytes
 from sparseengine.cache.plan import Geometry
+from sparseengine.cache.pool import PagePool
 from sparseengine.cache.rows import Delta, Draft, RowTable
 from sparseengine.cache.tables import Index, Ints
 from sparseengine.core.specs import Per
@@ -18,6 +19,7 @@ from sparseengine.core.specs import Per
 # Table entries of one step that are gathered at once; more are gathered layer by layer, since a
 # long prompt beside many short requests would make the padded table of all layers large.
 _EAGER_ENTRIES = 1 << 24
+_FEW_RANGES = 4  # of changed tables that are copied to the device one by one
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class StepTensors:
 
 
 class GroupCache:
-    """Storage of one group. Payload pools [N, U, P, D]; SLOT aux [N, U, P, *]; PAGE aux [N, U, *].
+    """Storage of one group. SLOT aux [N, U, P, *], PAGE aux [N, U, *]; payload is the pool's.
 
     Nothing is initialised: pages hold garbage until written (NaN with `poison`, for tests, and
     again when they come free). Bundle 0 is the trash page.
@@ -68,18 +70,15 @@ class GroupCache:
     def __init__(
         self,
         geo: Geometry,
-        num_pages: int,
+        pool: PagePool,
         *,
         device: torch.device,
-        dtype: torch.dtype,
         poison: bool,
     ) -> None:
-        self.geo, self.device, self.poison = geo, device, poison
-        self.rows = RowTable(geo.rows, geo.page_size, num_pages)
-        n, u, p = num_pages + 1, geo.units, geo.page_size
-        self.payload = tuple(
-            torch.empty((n, u, p, d), dtype=dtype, device=device) for d in geo.spec.stored_dims
-        )
+        self.geo, self.pool, self.device, self.poison = geo, pool, device, poison
+        self.rows = RowTable(geo.rows, pool)
+        self.payload = pool.payload
+        n, u, p = pool.num_pages + 1, geo.units, geo.page_size
         self.slot_aux = {
             a.name: torch.empty((n, u, p, *a.dims(geo.spec)), dtype=a.dtype, device=device)
             for a in geo.aux_of(Per.SLOT)
@@ -103,9 +102,12 @@ class GroupCache:
             self.mirror = host
         elif replaced:
             self.mirror = host.to(self.device, copy=True)
-        else:
+        elif len(ranges) <= _FEW_RANGES:
             for lo, hi in ranges:
                 self.mirror[lo:hi].copy_(host[lo:hi])
+        else:  # one upload instead of many small ones
+            at = np.concatenate([np.arange(lo, hi) for lo, hi in ranges])
+            self.mirror[self.upload(at)] = self.upload(self.rows.tables.arena[at])
 
     def upload(self, array: Index | Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
@@ -201,7 +203,7 @@ class GroupCache:
         slots, rows, lens = slots[opened], rows[opened], lens[opened]
         tables = self.rows.tables
         page = tables.arena[tables.at(slots, rows, lens // self.geo.page_size)]
-        own = self.rows.ref[page] == 1
+        own = self.pool.ref[page] == 1
         tail = np.arange(self.geo.page_size) >= (lens[own] % self.geo.page_size)[:, None]
         at, offset = np.nonzero(tail)
         index, off = self.upload(page[own][at]).long(), self.upload(offset)
@@ -211,20 +213,26 @@ class GroupCache:
     # ── facts ────────────────────────────────────────────────────────────────────────────────────
 
     def bytes(self) -> CacheBytes:
+        """Bytes of this group alone; payload and the pool's bookkeeping are the pool's."""
         r = self.rows
-        host = (
-            r.tables.arena.nbytes + r.lens.nbytes + r.sealed.nbytes + r.ref.nbytes + r.free.nbytes
-        )
         device = self.mirror.nbytes if self.mirrored else 0
         aux = [*self.slot_aux.values(), *self.page_aux.values()]
         return CacheBytes(
-            payload=sum(t.nbytes for t in self.payload),
+            payload=0,
             aux=sum(t.nbytes for t in aux),
-            tables=host + device,
+            tables=r.tables.arena.nbytes + r.lens.nbytes + r.sealed.nbytes + device,
         )
+
+    def owned(self, slots: list[int]) -> Ints:
+        """The page of every table entry in use of some requests."""
+        return self.rows.tables.arena[self.rows.live_entries(slots)]
 
     def check(self, slots: list[int]) -> None:
         self.rows.check(slots)
+        lens = self.rows.lens[slots]
+        assert self.geo.window is None or (lens == lens[:, :1]).all(), (
+            f"WINDOW layers {self.geo.group.layers} of a request differ in length"
+        )
         self.sync_tables()
         live = self.rows.live_entries(slots)
         mirror, arena = self.mirror.cpu().numpy(), self.rows.tables.arena

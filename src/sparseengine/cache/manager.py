@@ -11,8 +11,9 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.cache import compact
 from sparseengine.cache.group import GroupCache
-from sparseengine.cache.memory import CacheBytes, bundle_bytes, split_pages
+from sparseengine.cache.memory import CacheBytes, bundle_bytes, pools_of, split_pages
 from sparseengine.cache.plan import geometry
+from sparseengine.cache.pool import PagePool
 from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
@@ -29,9 +30,12 @@ UNBOUNDED_TOKENS = 1 << 40  # free_tokens of a model without KV
 class PagedCache:
     """All KV and side tensors of one engine. Per method by configuration: its cache plan.
 
-    groups: the merged plan (`merge_plans`). total_bytes (payload and side tensors) or num_pages
-    (pages of one row, as vLLM's num_gpu_blocks) is split over the groups so that all run out at the
-    same row length. poison fills free slots with NaN, for tests that prove nothing reads them.
+    groups: the merged plan (`merge_plans`); those with equal bundles share a pool of pages.
+    total_bytes (payload and side tensors) or num_pages (pages of one row, as vLLM's num_gpu_blocks)
+    is split over the pools as if rows of all groups were equally long. max_chunk: most tokens of a
+    chunk, which bounds the rows of WINDOW layers; None: no bound. window_align: the first token
+    that such a row holds is at a multiple of it. poison fills free slots with NaN, for tests that
+    prove nothing reads them.
     Raises `UnsupportedError` for a plan it cannot store, `ConfigError` when nothing would fit.
     """
 
@@ -43,17 +47,25 @@ class PagedCache:
         total_bytes: int | None = None,
         num_pages: int | None = None,
         max_num_seqs: int = 256,
+        max_chunk: int | None = None,
+        window_align: int = 1,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         poison: bool = False,
     ) -> None:
         self.model, self.max_num_seqs = model, max_num_seqs
         self.device, self.dtype = torch.device(device), dtype
-        geos = [geometry(model, g) for g in groups]
+        self.max_chunk = max_chunk
+        geos = [geometry(model, g, window_align) for g in groups]
         counts = split_pages(geos, dtype, total_bytes=total_bytes, num_pages=num_pages)
+        pool_of: dict[int, PagePool] = {}
+        for members, count in zip(pools_of(geos), counts, strict=True):
+            pool = PagePool(geos[members[0]], count, device=self.device, dtype=dtype)
+            pool_of.update(dict.fromkeys(members, pool))
+        self.pools = list(dict.fromkeys(pool_of.values()))
         self.groups = [
-            GroupCache(geo, n, device=self.device, dtype=dtype, poison=poison)
-            for geo, n in zip(geos, counts, strict=True)
+            GroupCache(geo, pool_of[i], device=self.device, poison=poison)
+            for i, geo in enumerate(geos)
         ]
         self._group_of = {layer: g for g in self.groups for layer in g.geo.group.layers}
         self._sides = RequestSides(model, groups, device=self.device)
@@ -70,17 +82,48 @@ class PagedCache:
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
     def total_pages(self) -> int:
-        return sum(g.rows.num_pages * g.geo.units for g in self.groups)
+        return sum(p.total_heads for p in self.pools)
 
     def free_pages(self) -> int:
-        return sum(g.rows.num_free * g.geo.units for g in self.groups)
+        return sum(p.free_heads for p in self.pools)
 
-    def pages_for(self, tokens: int) -> int:
-        return sum(-(-tokens // g.geo.page_size) * g.geo.rows * g.geo.units for g in self.groups)
+    def pages_for(
+        self, tokens: int, *, positions: int | None = None, chunk: int | None = None
+    ) -> int:
+        """Head pages of one request, in all groups together.
+
+        tokens: in each row (the mean will do). positions: that were run, of which WINDOW rows hold
+        the newest; None: as many as tokens. chunk: longest run at once; None: any chunk. Where
+        there are several pools, the share of the pool that is short first, of all pages.
+        """
+        needs = self._needs(tokens, positions, chunk)
+        if len(needs) < 2:
+            return sum(needs)
+        total = self.total_pages()
+        shares = zip(needs, self.pools, strict=True)
+        return max(-(-need * total // pool.total_heads) for need, pool in shares)
+
+    def _needs(self, tokens: int, positions: int | None, chunk: int | None) -> list[int]:
+        """Head pages of one request by pool."""
+        positions = tokens if positions is None else positions
+        bound = self.max_chunk if chunk is None else chunk
+        run = positions if bound is None else bound
+        each = [
+            (g.pool, g.geo.row_pages(tokens, positions, run) * g.geo.rows * g.geo.units)
+            for g in self.groups
+        ]
+        return [sum(n for p, n in each if p is pool) for pool in self.pools]
 
     def free_tokens(self) -> int:
-        rows = [g.rows.num_free // g.geo.rows * g.geo.page_size for g in self.groups]
-        return min(rows, default=UNBOUNDED_TOKENS)
+        low, high = 0, UNBOUNDED_TOKENS
+        while low < high:  # the longest row that fits: `_needs` grows with it
+            middle = (low + high + 1) // 2
+            fits = zip(self._needs(middle, None, None), self.pools, strict=True)
+            if all(need <= pool.free_heads for need, pool in fits):
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -111,10 +154,24 @@ class PagedCache:
     def truncate(self, request_id: int, num_tokens: int) -> None:
         slot = self._slot(request_id)
         for g in self.groups:
+            self._check_window(g, request_id, num_tokens)
+        for g in self.groups:
             g.poison_pages(g.rows.truncate(slot, num_tokens))
             rows = np.arange(g.geo.rows)
             g.poison_tails(np.full_like(rows, slot), rows)
         self._stored[request_id] -= num_tokens
+
+    def _check_window(self, group: GroupCache, request_id: int, num_tokens: int) -> None:
+        """What WINDOW rows have dropped cannot come back into sight."""
+        if group.geo.window is None:
+            return
+        lens = group.rows.lens[self._slot(request_id)]
+        seen = min(group.geo.window - 1, self._stored[request_id] - num_tokens)
+        assert seen <= int(lens[0]) - num_tokens, (
+            f"cannot remove {num_tokens} tokens of request {request_id}: layers "
+            f"{group.geo.group.layers} hold their last {lens[0]} tokens only, and the window of "
+            f"{group.geo.window} would reach further back"
+        )
 
     def release(self, request_id: int, *, retain: bool = False) -> None:
         """End the ownership. `retain` asks for a prefix cache, which nothing offers yet."""
@@ -149,14 +206,14 @@ class PagedCache:
     def reserve(self, plan: StepPlan) -> None:
         """Pages, slot mapping and tables for this step.
 
-        Raises `CapacityError`, having changed nothing, when a group has too few free pages.
+        Raises `CapacityError`, having changed nothing, when a pool has too few free pages.
         """
         slots = np.array([self._slot(c.request.id) for c in plan.chunks], np.int64)
         tokens = np.array([len(c.tokens) for c in plan.chunks], np.int64)
         assert np.unique(slots).size == slots.size, "a request has two chunks in one step"
         drafts = [g.rows.draft(slots, tokens.astype(np.int32)) for g in self.groups]
-        for g, draft in zip(self.groups, drafts, strict=True):
-            self._require(g, draft.pages, f"a step of {int(tokens.sum())} tokens")
+        needs = [(g.pool, d.pages) for g, d in zip(self.groups, drafts, strict=True)]
+        self._require(needs, f"a step of {int(tokens.sum())} tokens")
         cu_q = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
         chunk = np.repeat(np.arange(slots.size), tokens)
         owner = torch.from_numpy(chunk).to(self.device)
@@ -172,17 +229,18 @@ class PagedCache:
         self._num_single = int(several[0]) if several.size else slots.size
         self._max_q = int(tokens.max(initial=0))
 
-    def _require(self, group: GroupCache, bundles: int, what: str) -> None:
-        if bundles <= group.rows.num_free:
-            return
-        units = group.geo.units
-        raise CapacityError(
-            f"{what} needs {bundles * units} head pages, {group.rows.num_free * units} of "
-            f"{group.rows.num_pages * units} are free; raise kv_cache_memory_bytes or "
-            f"gpu_memory_utilization, or lower max_num_seqs",
-            needed=bundles * units,
-            available=group.rows.num_free * units,
-        )
+    def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:
+        """Raise `CapacityError` unless every pool has the bundles that its groups need."""
+        for pool in self.pools:
+            pages = sum(n for p, n in needs if p is pool) * pool.units
+            if pages > pool.free_heads:
+                raise CapacityError(
+                    f"{what} needs {pages} head pages, {pool.free_heads} of {pool.total_heads} are "
+                    f"free; raise kv_cache_memory_bytes or gpu_memory_utilization, or lower "
+                    f"max_num_seqs",
+                    needed=pages,
+                    available=pool.free_heads,
+                )
 
     def write(self, layer: int, payload: tuple[Tensor, ...]) -> None:
         group = self._group_of[layer]
@@ -256,8 +314,9 @@ class PagedCache:
             masks = compact.collect(g, keeps, self._slot_of)
             draft = None if masks is None else compact.draft(g, masks)
             if draft is not None:
-                self._require(g, draft.copy_page.size, "compacting rows that share pages")
                 drafts.append((g, draft))
+        needs = [(g.pool, d.copy_page.size) for g, d in drafts]
+        self._require(needs, "compacting rows that share pages")
         for g, draft in drafts:
             compact.carry_out(g, draft)
             self._dirty.update(int(s) for s in np.unique(draft.slots))
@@ -265,8 +324,10 @@ class PagedCache:
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
         """Full pages of the plan's requests, and of rows compacted since, not reported yet.
 
-        Groups without PAGE side tensors have nobody to report to: they only keep count.
+        Groups without PAGE side tensors have nobody to report to: they only keep count. First,
+        WINDOW rows of PREFILL and DECODE chunks drop the pages that no later query can see.
         """
+        self._drop_unseen(plan)
         wanted = {self._slot(c.request.id) for c in plan.chunks} | self._dirty
         slots = np.array(sorted(wanted), np.int64)
         self._dirty.clear()
@@ -280,6 +341,16 @@ class PagedCache:
             if c.ends_prompt:
                 self._sides.end_prefill(c.request.id)
         return tuple(sealed)
+
+    def _drop_unseen(self, plan: StepPlan) -> None:
+        groups = [g for g in self.groups if g.geo.window is not None]
+        if not groups:
+            return
+        ran = [c.request.id for c in plan.chunks if c.purpose is not Purpose.REPLAY]
+        slots = np.array([self._slot(r) for r in ran], np.int64)
+        for g in groups:
+            assert g.geo.window is not None
+            g.poison_pages(g.rows.drop_leading(slots, g.geo.window - 1, g.geo.window_step))
 
     def _sealed(self, group: GroupCache, rows: np.ndarray, pages: np.ndarray) -> list[SealedPages]:
         out = []
@@ -317,9 +388,9 @@ class PagedCache:
         """Bytes this cache holds: pools, side tensors (per request ones included), tables."""
         parts = [g.bytes() for g in self.groups]
         return CacheBytes(
-            payload=sum(p.payload for p in parts),
+            payload=sum(p.payload_bytes() for p in self.pools),
             aux=sum(p.aux for p in parts) + sum(self._sides.bytes(r) for r in self._slot_of),
-            tables=sum(p.tables for p in parts),
+            tables=sum(p.tables for p in parts) + sum(p.bookkeeping_bytes() for p in self.pools),
         )
 
     def check(self) -> None:
@@ -330,3 +401,5 @@ class PagedCache:
         self._sides.check(self._slot_of.keys())
         for g in self.groups:
             g.check(slots)
+        for pool in self.pools:
+            pool.check([g.owned(slots) for g in self.groups if g.pool is pool])

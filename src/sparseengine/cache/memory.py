@@ -52,18 +52,39 @@ def bundle_bytes(geo: Geometry, dtype: torch.dtype) -> tuple[int, int]:
     return payload, aux
 
 
+def pools_of(geos: Sequence[Geometry]) -> list[list[int]]:
+    """Indices of the groups that take pages from one pool, pool by pool."""
+    pools: dict[tuple[object, ...], list[int]] = {}
+    for i, geo in enumerate(geos):
+        pools.setdefault(geo.bundle, []).append(i)
+    return list(pools.values())
+
+
 def page_bytes(model: ModelSpec, groups: Sequence[CacheGroup], dtype: torch.dtype) -> PageCost:
     """Bytes of one page of tokens in all rows of a request (the plan's largest page size)."""
     size = max((g.page_size for g in groups), default=1)
+    return request_bytes([geometry(model, g) for g in groups], dtype, size, size)
+
+
+def request_bytes(
+    geos: Sequence[Geometry], dtype: torch.dtype, tokens: int, chunk: int
+) -> PageCost:
+    """Bytes of one request whose rows took `tokens` tokens in chunks of `chunk`."""
     payload = aux = table = 0
-    for group in groups:
-        geo = geometry(model, group)
-        bundles = geo.rows * (size / geo.page_size)
-        p, a = bundle_bytes(geo, dtype)
-        payload += math.ceil(bundles * p)
-        aux += math.ceil(bundles * a)
-        table += math.ceil(bundles * (ENTRY_BYTES + PAGE_META_BYTES))
+    for members in pools_of(geos):
+        mine = [geos[i] for i in members]
+        bundles = sum(g.rows * g.row_pages(tokens, tokens, chunk) for g in mine)
+        p, a = _pool_bundle_bytes(mine, dtype)
+        payload += bundles * p
+        aux += bundles * a
+        table += bundles * (ENTRY_BYTES + PAGE_META_BYTES)
     return PageCost(payload, aux, table)
+
+
+def _pool_bundle_bytes(geos: Sequence[Geometry], dtype: torch.dtype) -> tuple[int, int]:
+    """(payload, side tensor) bytes of a bundle that any of these groups may take."""
+    each = [bundle_bytes(g, dtype) for g in geos]
+    return each[0][0], sum(a for _, a in each)
 
 
 def split_pages(
@@ -73,9 +94,9 @@ def split_pages(
     total_bytes: int | None = None,
     num_pages: int | None = None,
 ) -> list[int]:
-    """Usable bundles per group, such that all groups run out at the same row length.
+    """Usable bundles per pool (`pools_of`), such that rows of all groups could be equally long.
 
-    total_bytes: payload and side tensors together, one trash bundle per group included.
+    total_bytes: payload and side tensors together, one trash bundle per pool included.
     num_pages: as vLLM's num_gpu_blocks: pages of one row (the largest page size of the plan), that
     is, room for num_pages * page_size tokens of a single request in every row.
     Raises `ConfigError` when not even one page per row fits.
@@ -85,16 +106,19 @@ def split_pages(
     if not geos:
         return []
     size = max(g.page_size for g in geos)
+    pools = [[geos[i] for i in members] for members in pools_of(geos)]
+    rows = [sum(g.rows for g in pool) for pool in pools]
     if num_pages is not None:
         tokens = num_pages * size
         needed = 1
     else:
         assert total_bytes is not None
-        cost = [sum(bundle_bytes(g, dtype)) for g in geos]
-        per_token = sum(c * g.rows / g.page_size for c, g in zip(cost, geos, strict=True))
+        cost = [sum(_pool_bundle_bytes(pool, dtype)) for pool in pools]
+        parts = zip(cost, rows, pools, strict=True)
+        per_token = sum(c * r / pool[0].page_size for c, r, pool in parts)
         tokens = int((total_bytes - sum(cost)) / per_token)
         needed = sum(cost) + math.ceil(per_token * size)
-    bundles = [tokens // g.page_size * g.rows for g in geos]
+    bundles = [tokens // pool[0].page_size * r for pool, r in zip(pools, rows, strict=True)]
     if min(bundles) < 1:
         unit = "bytes (kv_cache_memory_bytes)" if num_pages is None else "pages"
         have = total_bytes if num_pages is None else num_pages

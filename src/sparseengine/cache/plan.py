@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sparseengine.core.specs import (
     AuxSpec,
@@ -28,10 +29,14 @@ class Geometry:
         REQUEST   1          L * Hkv     0                     i * Hkv .. (i + 1) * Hkv
         LAYER     L          Hkv         i                     all
         HEAD      L * Hkv    1           i * Hkv ..            all
+
+    Rows of WINDOW layers lose leading pages that no later query sees; what is left starts at a
+    multiple of `window_align` tokens and of the page size.
     """
 
     group: CacheGroup
     spec: LayerSpec
+    window_align: int = 1
 
     @property
     def page_size(self) -> int:
@@ -61,6 +66,31 @@ class Geometry:
         """G of a layer's table: kv_heads when every head has its own row, else 1."""
         return self.heads if self.group.ragged is Ragged.HEAD else 1
 
+    @property
+    def bundle(self) -> tuple[object, ...]:
+        """Bundles of groups for which this is equal are interchangeable."""
+        return (self.units, self.page_size, self.spec.stored_dims)
+
+    @property
+    def window(self) -> int | None:
+        return self.spec.window if self.spec.kind is LayerKind.WINDOW else None
+
+    @property
+    def window_step(self) -> int:
+        """Tokens by whose multiples WINDOW rows get shorter at the front."""
+        return math.lcm(self.page_size, self.window_align)
+
+    def row_pages(self, tokens: int, positions: int, chunk: int) -> int:
+        """Most pages of a row of `tokens` tokens after `positions` positions in chunks of `chunk`.
+
+        A WINDOW row holds the newest positions whatever a method does to others: what the next
+        query sees besides itself, up to a step that is not whole yet, and the chunk that runs.
+        """
+        if self.window is not None:
+            most = self.window - 1 + self.window_step - 1 + min(chunk, positions)
+            tokens = min(positions, most)
+        return -(-tokens // self.page_size)
+
     def layer_rows(self, layer: int) -> slice:
         """The rows that hold one layer of a request."""
         if self.group.ragged is Ragged.REQUEST:
@@ -79,7 +109,7 @@ class Geometry:
         return tuple(a for a in self.group.aux if a.per is per)
 
 
-def geometry(model: ModelSpec, group: CacheGroup) -> Geometry:
+def geometry(model: ModelSpec, group: CacheGroup, window_align: int = 1) -> Geometry:
     """Check one group against the model; `UnsupportedError` says what does not fit."""
     if not group.layers:
         raise UnsupportedError("a cache group has no layers")
@@ -95,7 +125,8 @@ def geometry(model: ModelSpec, group: CacheGroup) -> Geometry:
             f"layers {group.layers} of one cache group differ in kind or dimensions; "
             "split them (merge_plans does)"
         )
-    return Geometry(group=group, spec=model.layers[group.layers[0]])
+    spec = model.layers[group.layers[0]]
+    return Geometry(group=group, spec=spec, window_align=window_align)
 
 
 def _shape(model: ModelSpec, layer: int) -> tuple[object, ...]:
@@ -116,7 +147,9 @@ def merge_plans(
 ) -> tuple[CacheGroup, ...]:
     """One plan that serves every given plan: the finest ragged and all side tensors of each layer.
 
-    Layers that end up with the same needs and the same geometry share a group, in layer order.
+    Layers that end up with the same needs and the same geometry share a group, in layer order. In
+    models with WINDOW and other layers, those that store the same dimensions get the same ragged,
+    at least LAYER: their groups can then take pages from one pool.
     Raises `UnsupportedError` when two plans contradict each other (page size, codec, a side tensor
     of one name in two forms) or when a layer with KV is in no plan.
     """
@@ -133,6 +166,7 @@ def merge_plans(
     missing = [layer for layer in model.kv_layers if layer not in needs]
     if missing:
         raise UnsupportedError(f"layers {missing} hold KV but are in no cache plan")
+    _level(model, needs)
     groups: dict[tuple[object, ...], list[int]] = {}
     for layer in sorted(needs):
         g = needs[layer]
@@ -140,6 +174,20 @@ def merge_plans(
         key = (_shape(model, layer), g.page_size, g.ragged, g.codec, g.raw_tail_pages, aux)
         groups.setdefault(key, []).append(layer)
     return tuple(_group(needs[layers[0]], layers) for layers in groups.values())
+
+
+def _level(model: ModelSpec, needs: dict[int, CacheGroup]) -> None:
+    """Equal bundles for layers that could share a pool, where some of them hold a window only."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for layer, group in needs.items():
+        alike.setdefault((model.layers[layer].stored_dims, group.page_size), []).append(layer)
+    for layers in alike.values():
+        kinds = {model.layers[i].kind for i in layers}
+        windows = {model.layers[i].window for i in layers}
+        if LayerKind.WINDOW not in kinds or len(kinds) == len(windows) == 1:
+            continue
+        finest = max([Ragged.LAYER, *(needs[i].ragged for i in layers)], key=lambda r: r.value)
+        needs.update((i, replace(needs[i], ragged=finest)) for i in layers)
 
 
 def _group(like: CacheGroup, layers: Sequence[int]) -> CacheGroup:

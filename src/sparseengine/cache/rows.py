@@ -6,7 +6,9 @@ are addressed by a slot s < S_cap that the manager hands out; R rows each.
     lens   int32 [S_cap, R]          tokens in a row
     sealed int32 [S_cap, R]          leading full pages that were reported already
     tables PageTables                bundle ids; entries past a row's pages are stale, but in range
-    ref    int32 [N]                 owners of a bundle; bundle 0 is trash: never owned, never free
+
+Bundles come from a pool, which groups of equal geometry share. Rows of a WINDOW group get shorter
+at the front, too: all rows of a request alike, by whole pages.
 """
 
 from __future__ import annotations
@@ -14,11 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from sparseengine.cache.pool import PagePool
 from sparseengine.cache.tables import Index, Ints, PageTables
-
-TRASH = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,19 +61,11 @@ class Delta:
 class RowTable:
     """Rows of all requests of one group."""
 
-    def __init__(self, rows: int, page_size: int, num_pages: int) -> None:
-        self.rows, self.page_size, self.num_pages = rows, page_size, num_pages
+    def __init__(self, rows: int, pool: PagePool) -> None:
+        self.rows, self.page_size, self.pool = rows, pool.page_size, pool
         self.lens: Ints = np.zeros((0, rows), np.int32)
         self.sealed: Ints = np.zeros((0, rows), np.int32)
         self.tables = PageTables(rows)
-        self.ref: Ints = np.zeros(num_pages + 1, np.int32)
-        self.free: Ints = np.arange(num_pages, 0, -1, dtype=np.int32)  # a stack, low ids on top
-        self.num_free = num_pages
-        self.num_refs = 0  # > pages in use exactly when some page is shared
-
-    @property
-    def any_shared(self) -> bool:
-        return self.num_refs > self.num_pages - self.num_free
 
     def held(self, lens: Ints) -> Ints:
         """Pages that rows of these lengths hold."""
@@ -88,44 +80,6 @@ class RowTable:
         """Give back table width that a request does not use any more."""
         self.tables.shrink(slot, int(self.held(self.lens[slot]).max(initial=0)))
 
-    # ── the page pool ────────────────────────────────────────────────────────────────────────────
-
-    def take(self, count: int) -> Ints:
-        assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
-        self.num_free -= count
-        pages = self.free[self.num_free : self.num_free + count][::-1].copy()
-        self.ref[pages] = 1
-        self.num_refs += count
-        return pages
-
-    def drop(self, pages: Ints) -> Ints:
-        """Give up one reference to each listed page; returns those that came free."""
-        if pages.size == 0:
-            return pages
-        shared = self.any_shared
-        self.num_refs -= pages.size
-        if shared:
-            np.subtract.at(self.ref, pages, 1)
-            freed = np.unique(pages[self.ref[pages] == 0])
-        else:  # every page has one owner, so none is listed twice
-            self.ref[pages] = 0
-            freed = pages
-        self.free[self.num_free : self.num_free + freed.size] = freed[::-1]
-        self.num_free += freed.size
-        return freed
-
-    def must_copy(self, pages: Ints) -> NDArray[np.bool_]:
-        """Which of these writers must copy their page first.
-
-        All writers of a page that somebody else only reads; all but one when every owner writes.
-        """
-        if not self.any_shared:
-            return np.zeros(pages.size, np.bool_)
-        unique, first, counts = np.unique(pages, return_index=True, return_counts=True)
-        copy = self.ref[pages] > 1
-        copy[first[counts == self.ref[unique]]] = False
-        return np.asarray(copy, np.bool_)
-
     # ── a step ───────────────────────────────────────────────────────────────────────────────────
 
     def draft(self, slots: Index, tokens: Ints) -> Draft:
@@ -136,10 +90,10 @@ class RowTable:
         need = self.held(new) - have
         s = r = np.zeros(0, np.int64)
         page = np.zeros(0, np.int32)
-        if self.any_shared:
+        if self.pool.any_shared:
             s, r = np.nonzero((old % self.page_size > 0) & (tokens > 0)[:, None])
             page = self.tables.arena[self.tables.at(slots[s], r, have[s, r] - 1)]
-            copy = self.must_copy(page)
+            copy = self.pool.must_copy(page)
             s, r, page = s[copy], r[copy], page[copy]
         return Draft(
             slots=slots, new=new, have=have, need=need, copy_slot=s, copy_row=r, copy_page=page
@@ -148,7 +102,7 @@ class RowTable:
     def commit(self, d: Draft) -> Delta:
         """Take the draft's pages and enter them into the tables."""
         self.tables.fit(d.slots, (d.have + d.need).max(1, initial=0))
-        fresh = self.take(d.pages)
+        fresh = self.pool.take(d.pages)
         dst, rest = fresh[: d.copy_page.size], fresh[d.copy_page.size :]
         counts = d.need.ravel()
         grown = np.flatnonzero(counts)
@@ -161,7 +115,7 @@ class RowTable:
         open_at = self.tables.at(d.slots[d.copy_slot], d.copy_row, open_col)
         flat = np.concatenate([open_at, at])
         self.tables.arena[flat] = fresh
-        freed = self.drop(d.copy_page)
+        freed = self.pool.drop(d.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
         self.lens[d.slots] = d.new
         return Delta(src=d.copy_page, dst=dst, flat=flat, pages=fresh, num_new=rest.size)
@@ -182,8 +136,7 @@ class RowTable:
         pages = self.pages_of(source)
         self.lens[slot], self.sealed[slot] = self.lens[source], self.sealed[source]
         self.tables.copy(source, slot)
-        self.ref[pages] += 1
-        self.num_refs += pages.size
+        self.pool.share(pages)
 
     def truncate(self, slot: int, tokens: int) -> Ints:
         """Remove the newest tokens of every row; returns the pages that came free."""
@@ -191,14 +144,37 @@ class RowTable:
         assert (new >= 0).all(), (
             f"cannot remove {tokens} tokens from rows of {int(self.lens[slot].min())}"
         )
-        freed = self.drop(self.pages_of(slot, self.held(new)))
+        freed = self.pool.drop(self.pages_of(slot, self.held(new)))
         self.lens[slot] = new
         self.sealed[slot] = np.minimum(self.sealed[slot], new // self.page_size)
         self.trim(slot)
         return freed
 
+    def drop_leading(self, slots: Index, keep: int, step: int) -> Ints:
+        """Cut rows at the front, down to `keep` tokens or up to `step` - 1 more; pages dropped.
+
+        step: tokens, whole pages; rows get shorter by multiples of it. All rows of a request must
+        have one length. Returns the pages that came free.
+        """
+        lens = self.lens[slots, 0]
+        count = np.maximum(lens - keep, 0) // step * (step // self.page_size)  # pages [S]
+        long = np.flatnonzero(count)
+        if long.size == 0:
+            return np.zeros(0, np.int32)
+        held = self.held(lens)
+        gone = [
+            self.tables.shift(int(slots[i]), int(count[i]), int(held[i])) for i in long.tolist()
+        ]
+        at, count = slots[long], count[long, None]
+        self.lens[at] -= count * np.int32(self.page_size)
+        self.sealed[at] = np.maximum(self.sealed[at] - count, 0)
+        wide = self.tables.loose(at, self.held(self.lens[at, 0]))
+        for slot in wide.tolist():
+            self.trim(slot)
+        return self.pool.drop(np.concatenate(gone))
+
     def release(self, slot: int) -> Ints:
-        freed = self.drop(self.pages_of(slot))
+        freed = self.pool.drop(self.pages_of(slot))
         self.lens[slot] = 0
         self.sealed[slot] = 0
         self.tables.drop(slot)
@@ -222,7 +198,7 @@ class RowTable:
         rows = row % self.rows
         pages = self.tables.arena[self.tables.at(slots[row // self.rows], rows, col)]
         # shared pages are full in several requests at once: report each once per row
-        _, once = np.unique(rows * (self.num_pages + 1) + pages, return_index=True)
+        _, once = np.unique(rows * (self.pool.num_pages + 1) + pages, return_index=True)
         return rows[once], pages[once]
 
     def live_entries(self, slots: list[int]) -> Index:
@@ -236,7 +212,7 @@ class RowTable:
     # ── invariants ───────────────────────────────────────────────────────────────────────────────
 
     def check(self, slots: list[int]) -> None:
-        """Conservation and ownership. Raises AssertionError that says what broke."""
+        """Lengths and widths. Raises AssertionError that says what broke."""
         idle = np.ones(self.lens.shape[0], np.bool_)
         idle[slots] = False
         assert not self.lens[idle].any(), "a released request still has rows"
@@ -245,18 +221,3 @@ class RowTable:
         assert (sealed <= lens // self.page_size).all(), "an open page counts as sealed"
         have = self.held(lens)
         assert (have.max(1, initial=0) <= self.tables.width[slots]).all(), "a table is too narrow"
-        pages = self.tables.arena[self.live_entries(slots)]
-        assert ((pages > TRASH) & (pages <= self.num_pages)).all(), (
-            "a row holds a page out of range"
-        )
-        count = np.bincount(pages, minlength=self.num_pages + 1)
-        wrong = np.flatnonzero(count != self.ref)
-        assert wrong.size == 0, (
-            f"page {wrong[:1]} has {self.ref[wrong[:1]]} references, {count[wrong[:1]]} owners"
-        )
-        assert self.num_refs == pages.size, f"{self.num_refs} references for {pages.size} entries"
-        free = np.sort(self.free[: self.num_free])
-        unowned = np.flatnonzero(self.ref[1:] == 0) + 1
-        assert np.array_equal(free, unowned), (
-            f"{free.size} pages are free, {unowned.size} are owned by nobody"
-        )

@@ -92,6 +92,18 @@ class PageTables:
             self.touch([slot])
             self._pack_if_loose()
 
+    def loose(self, slots: Index, used: Index | Ints) -> Index:
+        """Those of `slots` that `shrink` to `used` [S] columns would cut back."""
+        return slots[self.width[slots] >= _LOOSE * np.maximum(used, 1)]
+
+    def shift(self, slot: int, count: int, used: int) -> Ints:
+        """Move columns count..used of every row to the front; returns the entries before them."""
+        segment = self._segment(slot)
+        gone = segment[:, :count].flatten()
+        segment[:, : used - count] = segment[:, count:used]
+        self.touch([slot])
+        return gone
+
     def drop(self, slot: int) -> None:
         self.base[slot] = self.width[slot] = 0
         self._pack_if_loose()

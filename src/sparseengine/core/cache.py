@@ -35,12 +35,18 @@ class CacheManager(Protocol):
 
     def free_pages(self) -> int: ...
 
-    def pages_for(self, tokens: int) -> int:
-        """Head pages of one request whose rows have `tokens` tokens each, all groups together."""
+    def pages_for(
+        self, tokens: int, *, positions: int | None = None, chunk: int | None = None
+    ) -> int:
+        """Head pages of one request whose rows have `tokens` tokens each, all groups together.
+
+        WINDOW rows hold the newest of `positions` tokens that were run (None: of `tokens`), and a
+        chunk of at most `chunk` tokens while it runs (None: the largest there may be).
+        """
         ...
 
     def free_tokens(self) -> int:
-        """How long all rows of one more request could be: the least over groups."""
+        """How many tokens one more request could have, evicting nothing."""
         ...
 
     def match(self, request: Request) -> PrefixHit: ...
@@ -58,7 +64,10 @@ class CacheManager(Protocol):
         ...
 
     def truncate(self, request_id: int, num_tokens: int) -> None:
-        """Remove the newest `num_tokens` tokens of every row."""
+        """Remove the newest `num_tokens` tokens of every row.
+
+        Of WINDOW rows no more than their window can do without, once they were sealed.
+        """
         ...
 
     def release(self, request_id: int, *, retain: bool = False) -> None: ...
@@ -82,7 +91,11 @@ class CacheManager(Protocol):
         ...
 
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
-        """Pages that are full and not reported yet; drops prefill-lifetime side tensors."""
+        """Pages that are full and not reported yet; drops prefill-lifetime side tensors.
+
+        Ends the step: WINDOW rows (not those of REPLAY chunks) drop whole leading pages that no
+        later query sees, so a slot's index in such a row is not its position.
+        """
         ...
 
     def lens(self, request_id: int, layer: int) -> tuple[int, ...]:

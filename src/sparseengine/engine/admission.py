@@ -6,6 +6,8 @@ charged:
     in prefill   the worst of the prompt's peak and of what decoding will take
     decoding     steady: what is retained plus the output (all of it, or `reserve_output_tokens`)
     n > 1        each sibling its own output and open pages; the prompt's full pages once per family
+
+WINDOW layers hold a window and the chunk that runs, whatever the method retains elsewhere.
 """
 
 from __future__ import annotations
@@ -13,12 +15,39 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
-from sparseengine.core.plan import Chunk, Demand, Purpose, Request
+from sparseengine.core.plan import Chunk, Purpose, Request
 from sparseengine.errors import CapacityError
+
+
+class Charge(NamedTuple):
+    """Head pages of one request: `most` at any time, `steady` while it decodes."""
+
+    most: int
+    steady: int
+
+
+def charge(
+    cache: CacheManager,
+    method: SparseMethod,
+    prompt_len: int,
+    output_tokens: int,
+    budget: int | None,
+) -> Charge:
+    """What a request of this shape is charged."""
+    demand = method.demand(prompt_len, output_tokens, budget)
+    positions = prompt_len + output_tokens
+    steady = cache.pages_for(demand.steady_tokens, positions=positions, chunk=1)
+    positions = max(positions, demand.peak_tokens)  # a replay runs on top of the prompt
+    whole = method.traits.prefill_policy == "long_bs1full_short_batch" or (
+        type(method).replay is not SparseMethod.replay
+    )
+    most = cache.pages_for(max(demand), positions=positions, chunk=positions if whole else None)
+    return Charge(most, steady)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,8 +129,7 @@ class Admission:
 
     def check_fits(self, request: Request) -> None:
         """Raise `CapacityError` when the request could not run with all pages to itself."""
-        demand = self._demand(request, request.max_tokens)
-        needed = self.cache.pages_for(max(demand))
+        needed = self._charge(request, request.max_tokens).most
         available = self.cache.total_pages()
         if needed > available:
             raise CapacityError(
@@ -129,23 +157,22 @@ class Admission:
         Siblings are let in with their parent, as many as could fit at all.
         """
         method = self.methods[request.method]
-        demand = self._demand(request, self._output_tokens(request))
-        charge = self.cache.pages_for(max(demand))
-        if room < 1 or charge > available:
+        pages = self._charge(request, self._output_tokens(request))
+        if room < 1 or pages.most > available:
             return None
         num_forks, each = 0, 0
         if siblings:
-            each = self._steady_pages(request) - self._shared_pages(request)
-            most = (self.cache.total_pages() - charge) // max(1, each)
+            each = pages.steady - self._shared_pages(request)
+            most = (self.cache.total_pages() - pages.most) // max(1, each)
             num_forks = min(len(siblings), most)
-            if num_forks and charge + num_forks * each > available:
+            if num_forks and pages.most + num_forks * each > available:
                 return None
             num_forks = min(num_forks, room - 1)
         hit = self.cache.match(request)
         self.cache.admit(request, hit)
         request.computed = hit.tokens
         return Ticket(
-            request, method, charge, num_forks=num_forks, fork_pages=num_forks * max(0, each)
+            request, method, pages.most, num_forks=num_forks, fork_pages=num_forks * max(0, each)
         )
 
     def settle(self, ticket: Ticket) -> None:
@@ -176,9 +203,9 @@ class Admission:
             heir.charge_pages += heir.shared_pages
             heir.shared_pages = 0
 
-    def _demand(self, request: Request, output_tokens: int) -> Demand:
+    def _charge(self, request: Request, output_tokens: int) -> Charge:
         method = self.methods[request.method]
-        return method.demand(request.prompt_len, output_tokens, request.budget)
+        return charge(self.cache, method, request.prompt_len, output_tokens, request.budget)
 
     def _output_tokens(self, request: Request) -> int:
         """Output that is paid for in advance."""
@@ -188,17 +215,19 @@ class Admission:
         return max(1, min(request.max_tokens, ahead))
 
     def _steady_pages(self, request: Request) -> int:
-        return self.cache.pages_for(
-            self._demand(request, self._output_tokens(request)).steady_tokens
-        )
+        return self._charge(request, self._output_tokens(request)).steady
 
     def _shared_pages(self, request: Request) -> int:
         """Full pages of the prompt's rows, which forks share for as long as they live.
 
-        None when the method may evict while decoding, for that gives every fork its own copy.
+        None when the method may evict while decoding, for that gives every fork its own copy; none
+        of WINDOW layers, which leave the prompt behind.
         """
-        if self.methods[request.method].traits.decode_hooks:
+        method = self.methods[request.method]
+        if method.traits.decode_hooks:
             return 0
         output = self._output_tokens(request)
-        kept = max(0, self._demand(request, output).steady_tokens - output)
-        return max(0, self.cache.pages_for(kept) - self.cache.pages_for(1))
+        demand = method.demand(request.prompt_len, output, request.budget)
+        kept = max(0, demand.steady_tokens - output)
+        full = self.cache.pages_for(kept, positions=0) - self.cache.pages_for(1, positions=0)
+        return max(0, full)

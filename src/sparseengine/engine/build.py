@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from sparseengine.attention import BACKENDS
+from sparseengine.attention.deterministic import WINDOW_ALIGN
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.params import SamplingParams
@@ -117,6 +118,8 @@ def make_cache(resolved: Resolved, activations: int) -> PagedCache:
         resolved.spec,
         resolved.groups,
         max_num_seqs=config.scheduler.max_num_seqs,
+        max_chunk=config.scheduler.max_num_batched_tokens,
+        window_align=WINDOW_ALIGN if config.runtime.deterministic else 1,
         device=resolved.device,
         dtype=resolved.dtype,
         **size,

@@ -84,8 +84,8 @@ class Controller:
             if _overrides(part.method, "evict"):
                 keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
         self._apply(keeps)
-        self.recorder.on_step_end(plan)
         self._seal(plan)
+        self.recorder.on_step_end(plan)
         self._plan = None
 
     def retain(self, keeps: Sequence[Keep]) -> None:

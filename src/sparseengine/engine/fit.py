@@ -91,6 +91,7 @@ def planned_table(
         resolved.spec,
         resolved.groups,
         total_bytes=_kv_bytes(resolved, left, memory_bytes),
+        max_chunk=resolved.config.scheduler.max_num_batched_tokens,
         device=torch.device("meta"),
         dtype=resolved.dtype,
     )

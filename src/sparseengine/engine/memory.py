@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparseengine.cache.manager import PagedCache
-from sparseengine.cache.memory import page_bytes
+from sparseengine.cache.memory import pools_of, request_bytes
+from sparseengine.cache.plan import geometry
 from sparseengine.core.method import SparseMethod
+from sparseengine.engine.admission import charge
 from sparseengine.resolve import Resolved
 
 DEFAULT_CPU_BYTES = 4 << 30
@@ -82,11 +83,17 @@ def cpu_kv_bytes(resolved: Resolved) -> int:
 
 
 def most_usable_bytes(resolved: Resolved) -> int:
-    """What max_num_seqs requests of max_model_len tokens take."""
+    """What max_num_seqs requests of max_model_len tokens take, each with a page to spare.
+
+    Several pools are split as if all rows were equally long, so WINDOW rows count in full then.
+    """
+    scheduler = resolved.config.scheduler
     size = max((g.page_size for g in resolved.groups), default=1)
-    pages = math.ceil(resolved.max_model_len / size) + 1
-    cost = page_bytes(resolved.spec, resolved.groups, resolved.dtype)
-    return (cost.payload + cost.aux) * pages * resolved.config.scheduler.max_num_seqs
+    geos = [geometry(resolved.spec, g) for g in resolved.groups]
+    tokens = resolved.max_model_len + size
+    chunk = scheduler.max_num_batched_tokens if len(pools_of(geos)) == 1 else tokens
+    cost = request_bytes(geos, resolved.dtype, tokens, chunk)
+    return (cost.payload + cost.aux) * scheduler.max_num_seqs
 
 
 def estimated_activations(resolved: Resolved) -> int:
@@ -142,12 +149,12 @@ def _fit(
 ) -> Fit:
     """One request in prefill at its peak, all others decoding."""
     demand = method.demand(prompt_tokens, output_tokens, budget)
-    total, peak = cache.total_pages(), cache.pages_for(max(demand))
-    steady = max(1, cache.pages_for(demand.steady_tokens))
+    most, steady = charge(cache, method, prompt_tokens, output_tokens, budget)
+    total = cache.total_pages()
     return Fit(
         method=label,
         budget_tokens=budget,
         peak_tokens=demand.peak_tokens,
         steady_tokens=demand.steady_tokens,
-        requests=0 if peak > total else 1 + (total - peak) // steady,
+        requests=0 if most > total else 1 + (total - most) // max(1, steady),
     )

@@ -140,11 +140,18 @@ class Recorder:
             entry.evicted = True
 
     def on_step_end(self, plan: StepPlan) -> None:
-        """Evictions are applied: note what is left after the prompt and after each eviction."""
+        """The step is over: note what is left after the prompt and after each eviction.
+
+        How many of their newest tokens WINDOW layers still hold is the cache's business.
+        """
         for chunk in plan.chunks:
             entry = self._entries.get(chunk.request.id)
             if entry is None:
                 continue
+            for layer, rows in entry.rows.items():
+                if self._model.layers[layer].kind is LayerKind.WINDOW:
+                    held = self._cache.lens(chunk.request.id, layer)
+                    entry.rows[layer] = [r[len(r) - n :] for r, n in zip(rows, held, strict=True)]
             usage = self._cache.usage(chunk.request.id)
             entry.out.resident_bytes = usage.bytes
             if chunk.ends_prompt or entry.evicted:

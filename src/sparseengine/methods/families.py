@@ -76,12 +76,14 @@ class Method(SparseMethod):
         return tuple(groups)
 
     def mean_rows(self, acting_tokens: int, other_tokens: int) -> int:
-        """Average row length when acting layers hold one length and the other KV layers another.
+        """Average row length when acting layers hold one length and the others another.
 
+        WINDOW layers that the method leaves alone do not count: what they hold, no method changes.
         Lengths are rounded up to pages before averaging: the mean then never hides a page.
         """
         acting = sum(self.model.layers[i].kv_heads for i in self.layers)
-        every = sum(self.model.layers[i].kv_heads for i in self.model.kv_layers)
+        counted = {*self.model.sparse_layers, *self.layers}
+        every = sum(self.model.layers[i].kv_heads for i in counted)
         if acting == every or acting_tokens == other_tokens:
             return acting_tokens
         page = self.page_size
