@@ -164,7 +164,7 @@ def test_weights_are_cast_to_the_wanted_dtype(folder: Path) -> None:
     ("values", "message"),
     [
         ({"architectures": ["LlamaForCausalLN"]}, "did you mean 'LlamaForCausalLM'"),
-        ({"architectures": ["Qwen3MoeForCausalLM"]}, "did you mean 'Qwen3ForCausalLM'"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "did you mean 'Qwen3ForCausalLM'"),
         ({"architectures": None, "model_type": "gpt2"}, "names no architecture.*'gpt2'"),
         ({"hidden_size": None}, "hidden_size must be a whole number >= 1, got None"),
         ({"vocab_size": 0}, "vocab_size must be a whole number >= 1, got 0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from sparseengine.console import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    note,
     print_json,
     sampling_params,
     sparse_params,
@@ -68,7 +70,20 @@ class Generate:
                 print_json([as_json(o, llm) for o in outputs])
             else:
                 print("\n\n".join(c.text for o in outputs for c in o.outputs))
-        return 0
+        return report_failures(outputs)
+
+
+def report_failures(outputs: Sequence[RequestOutput]) -> int:
+    """The exit status: 1 if a request ended with an error, which stderr then names."""
+    failed = [
+        (number, c.stop_reason)
+        for number, output in enumerate(outputs, 1)
+        for c in output.outputs
+        if c.finish_reason == "error"
+    ]
+    for number, reason in failed:
+        note(f"error: prompt {number} of {len(outputs)} ended: {reason}")
+    return 1 if failed else 0
 
 
 def read_prompts(args: argparse.Namespace) -> list[Any]:

@@ -24,6 +24,11 @@ from sparseengine.engine.outputs import Logprob, Logprobs, Sample
 _WORD = 1 << 64
 NEG_INF = float("-inf")
 _NUCLEUS = 512  # tokens ranked at first for top_p
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinite). With dtype float16 the usual cause is an "
+    "overflow beyond 65,504: run with bfloat16 or float32 (--dtype, dtype=). With other dtypes the "
+    "weights are damaged or do not belong to the config"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +205,7 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -
 
 def _result(token: int, logprobs: Logprobs | None, is_bad: int, is_empty: int) -> Sample:
     if is_bad:
-        return Sample(error="the model's logits are not finite (NaN or infinite)")
+        return Sample(error=_NOT_FINITE)
     if is_empty:
         return Sample(
             error="no token is allowed: allowed_token_ids, bad_words, logit_bias and min_tokens "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ MODELS = Registry(
 
 _HEAD = "lm_head.weight"
 _LISTED = 5
+_QUANTISED = (".qweight", ".qzeros", ".weight_scale", ".weight_scale_inv", ".weight_packed", ".SCB")
 
 
 def model_spec(hf_config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
@@ -62,7 +63,7 @@ def load_model(
 
     Tensors are read one at a time, so that the host holds the model and one tensor. Raises
     ConfigError for a parameter that the checkpoint lacks, a tensor that the model has no place for,
-    a second tensor for one place and a wrong shape; each error names the tensors.
+    a second tensor for one place, a wrong shape and a quantised one; each error names the tensors.
     """
     if dtype is not None and dtype != spec.dtype:
         raise ValueError(f"dtype {dtype} differs from the spec's {spec.dtype}")
@@ -87,7 +88,7 @@ class _Filler:
         self.tied = bool(model.tied)
         self.ignores = partial(model.ignores, spec=model.spec)
         self.rename = model.rename
-        self.places = _places(model)
+        self.places, self.stacks = _places(model)
         self.filled: set[str] = set()
         self.unexpected: list[str] = []
         self.spare_head: Tensor | None = None
@@ -107,19 +108,33 @@ class _Filler:
         if self.tied and name == _HEAD:
             self.spare_head = tensor
             return
-        place = self.places.get(name)
+        place, fills = self._place(name)
         if place is None:
             self.unexpected.append(name)
             return
-        if name in self.filled:
-            raise ConfigError(f"model {self.name!r} holds the tensor {name} twice")
+        again = next((other for other in fills if other in self.filled), None)
+        if again is not None:
+            inside = "" if again == name else f" (once more inside {name})"
+            raise ConfigError(f"model {self.name!r} holds the tensor {again} twice{inside}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise ConfigError(
+                f"model {self.name!r}: tensor {name} is stored as {tensor.dtype}, which belongs to "
+                "a quantised checkpoint, and its config does not say which; float32, float16 and "
+                "bfloat16 weights can be loaded"
+            )
         if place.shape != tensor.shape:
             raise ConfigError(
                 f"model {self.name!r}: tensor {name} has shape {tuple(tensor.shape)}, the config "
                 f"asks for {tuple(place.shape)}"
             )
         place.copy_(tensor)
-        self.filled.add(name)
+        self.filled.update(fills)
+
+    def _place(self, name: str) -> tuple[Tensor | None, Sequence[str]]:
+        """(the view that a tensor fills, or None; the names in `places` that it stands for)."""
+        if name in self.stacks:
+            return self.stacks[name]
+        return self.places.get(name), (name,)
 
     def _refuse(self, names: list[str], verb: str, why: str) -> None:
         if not names:
@@ -132,6 +147,8 @@ class _Filler:
                 "; tie_word_embeddings is false in its config, so the output head must be stored "
                 "(hf_overrides={'tie_word_embeddings': True} shares it with the embedding)"
             )
+        if verb == "holds" and any(name.endswith(_QUANTISED) for name in names):
+            hint = "; these names belong to a quantised checkpoint, and its config does not say so"
         kind = "tensor" if len(names) == 1 else "tensors"
         raise ConfigError(
             f"model {self.name!r} {verb} {len(names)} {kind} {why}: {listed}{more}{hint}"
@@ -150,14 +167,18 @@ class _Filler:
             )
 
 
-def _places(model: Any) -> dict[str, Tensor]:
-    """Checkpoint name -> the (part of a) parameter it fills, as a view.
+def _places(model: Any) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, tuple[str, ...]]]]:
+    """What checkpoint tensors fill: name -> the (part of a) parameter, as a view; and for layouts
+    that stack several of these in one tensor: name -> (the view, the names that it stands for).
 
     A module whose parameters are laid out otherwise than the checkpoint's tensors says so itself,
-    by a method `places(own full name)`.
+    by the methods `places(own full name)` and `stacked_places(own full name)`.
     """
     places: dict[str, Tensor] = {}
+    stacks: dict[str, tuple[Tensor, tuple[str, ...]]] = {}
     for owner, module in model.named_modules():
+        if hasattr(module, "stacked_places"):
+            stacks |= module.stacked_places(owner)
         if hasattr(module, "places"):
             places |= module.places(owner)
             continue
@@ -166,4 +187,4 @@ def _places(model: Any) -> dict[str, Tensor]:
             places[f"{prefix}{leaf}"] = parameter.data
     if model.tied:
         del places[_HEAD]
-    return places
+    return places, stacks

@@ -51,9 +51,17 @@ class DummyFill:
         key = (parameter.device, parameter.dtype)
         if key not in self._placed:
             self._placed[key] = self._pattern.to(device=key[0], dtype=key[1])
-        pattern, flat, done = self._placed[key], parameter.view(-1), 0
-        while done < flat.numel():
-            count = min(flat.numel() - done, _PATTERN_SIZE - self._at)
+        pattern, flat = self._placed[key], parameter.view(-1)
+        total, done = flat.numel(), 0
+        while done < min(total, _PATTERN_SIZE):
+            count = min(total - done, _PATTERN_SIZE - self._at)
             flat[done : done + count] = pattern[self._at : self._at + count]
             self._at = (self._at + count) % _PATTERN_SIZE
+            done += count
+        # The rest repeats what is there: doubling it takes few copies however large the parameter.
+        self._at = (self._at + total - done) % _PATTERN_SIZE
+        while done < total:
+            start = done % _PATTERN_SIZE
+            count = min(total - done, done - start)
+            flat[done : done + count] = flat[start : start + count]
             done += count

@@ -56,12 +56,19 @@ def _indexed(folder: Path) -> tuple[Path, ...]:
 def read_tensors(shards: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of each file in turn; a tensor is read from disk when it is yielded.
 
-    Raises ConfigError for a file that is truncated or damaged.
+    Raises ConfigError for a file that is truncated or damaged and for a tensor in two of them.
     """
+    found: dict[str, Path] = {}
     for shard in shards:
         try:
             with safe_open(shard, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
+                    if name in found:
+                        raise ConfigError(
+                            f"model folder {shard.parent} holds the tensor {name} twice: in "
+                            f"{found[name].name} and in {shard.name}"
+                        )
+                    found[name] = shard
                     yield name, file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ConfigError(

@@ -17,6 +17,7 @@ from sparseengine.config import ModelConfig
 from sparseengine.errors import ConfigError, nearest
 from sparseengine.weights import gguf_file, hub, safetensors_file
 from sparseengine.weights.dummy import shape_config, shape_names
+from sparseengine.weights.hf_config import override, refuse_quantised
 from sparseengine.weights.safetensors_file import read_json
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -124,12 +125,13 @@ def open_model(config: ModelConfig) -> ModelSource:
         return _open_gguf(file, config)
     if config.load_format == "gguf":
         raise ConfigError(f"load_format='gguf', but {path} holds no .gguf file")
-    hf_config = _folder_config(path)
+    hf_config = override(_folder_config(path), config.hf_overrides)
+    refuse_quantised({**_quantisation_file(path), **hf_config}, f"model {config.model!r}")
     return ModelSource(
         name=config.model,
         path=path,
         load_format="safetensors",
-        hf_config={**hf_config, **config.hf_overrides},
+        hf_config=hf_config,
         generation_config=_generation_config(path, config),
         tokenizer=_tokenizer_source(path, config),
         seed=config.seed,
@@ -144,7 +146,7 @@ def _open_gguf(file: Path, config: ModelConfig) -> ModelSource:
         name=config.model,
         path=file,
         load_format="gguf",
-        hf_config={**header.hf_config(), **config.hf_overrides},
+        hf_config=override(header.hf_config(), config.hf_overrides),
         generation_config=_generation_config(file.parent, config),
         tokenizer=_tokenizer_source(file.parent if beside else file, config),
         seed=config.seed,
@@ -177,7 +179,7 @@ def _open_dummy(config: ModelConfig) -> ModelSource:
         name=wanted,
         path=path,
         load_format="dummy",
-        hf_config={**hf_config, **config.hf_overrides},
+        hf_config=override(hf_config, config.hf_overrides),
         generation_config={},
         tokenizer=_tokenizer_source(path if has_tokenizer else None, config),
         seed=config.seed,
@@ -253,6 +255,15 @@ def _folder_config(folder: Path) -> dict[str, Any]:
             "checkpoint in Hugging Face's or GGUF format"
         )
     return read_json(file)
+
+
+def _quantisation_file(folder: Path) -> dict[str, Any]:
+    """What older exporters wrote beside config.json, as the field that newer ones write into it."""
+    for name, kind in (("quantize_config.json", "gptq"), ("quant_config.json", "awq")):
+        if (folder / name).is_file():
+            found = {"quant_method": kind, **read_json(folder / name)}
+            return {"quantization_config": found}
+    return {}
 
 
 def _generation_config(folder: Path, config: ModelConfig) -> dict[str, Any]:
