@@ -138,6 +138,13 @@ def test_scale_and_soft_cap(
     assert (CpuBackend().run(q, view, capped, None) - uncapped).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("window", [1, 40, 300])
+def test_windows_of_chunks_longer_than_a_tile(window: int, softcap: float) -> None:
+    layer = dataclasses.replace(layer_spec(2, 2, 32, 32, latent=False), softcap=softcap)
+    agree(*random_view(9, layer, [290, 257, 520], window=window, page=16), layer)
+
+
 def test_values_in_keys(path: str) -> None:
     layer = layer_spec(1, 8, 80, 64, latent=True)
     agree(*random_view(3, layer, [1, 1, 6]), layer)

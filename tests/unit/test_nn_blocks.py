@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from transformers import Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3RMSNorm
 
 from fixtures.tiny import DenseContext
 from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.nn.attention import Attention
 from sparseengine.nn.linear import MergedLinear
-from sparseengine.nn.mlp import SwiGLU
-from sparseengine.nn.norm import RMSNorm
+from sparseengine.nn.mlp import GeGLU, SwiGLU
+from sparseengine.nn.norm import RMSNorm, ShiftedRMSNorm
 from sparseengine.nn.rope import RotaryEmbedding, rope_spec
 
 HIDDEN, TOKENS = 32, 9
@@ -88,3 +90,42 @@ def test_norm_takes_the_mean_square_in_float32(dtype: torch.dtype) -> None:
     exact = 2.0 * x.double() / x.double().pow(2).mean(-1, keepdim=True).sqrt()
     tolerance = 1e-5 if dtype is torch.float32 else 2**-7
     assert ((norm(x).double() - exact).abs() <= tolerance * exact.abs() + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_shifted_norm_equals_transformers(dtype: torch.dtype, prepared: bool) -> None:
+    """1 + weight is taken in float32: in bfloat16 it would lose a weight of 0.003."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.rand(64, generator=generator) * 0.006 - 0.003).to(dtype)
+    x = (torch.randn(5, 3, 64, generator=generator) * 9).to(dtype)
+    norm, reference = ShiftedRMSNorm(64, 1e-6, dtype=dtype), Gemma3RMSNorm(64).to(dtype)
+    norm.weight.data.copy_(weight)
+    reference.weight.data.copy_(weight)
+    if prepared:
+        norm.prepare()
+    found, expected = norm(x), reference(x).detach()
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected, rtol=1e-6 if dtype is torch.float32 else 0, atol=0)
+
+
+def test_gelu_block_equals_transformers() -> None:
+    config = Gemma3TextConfig(hidden_size=HIDDEN, intermediate_size=24)
+    reference, block = Gemma3MLP(config), GeGLU(HIDDEN, 24)
+    fill(block)
+    gate, up = block.gate_up_proj.weight.chunk(2)
+    weights = {"gate_proj": gate, "up_proj": up, "down_proj": block.down_proj.weight}
+    reference.load_state_dict({f"{name}.weight": w for name, w in weights.items()})
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(0)) * 3
+    torch.testing.assert_close(block(x), reference(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_merged_checkpoints_fill_the_whole_matrix() -> None:
+    assert list(SwiGLU(8, 4, merged=True).gate_up_proj.places("mlp.gate_up_proj")) == [
+        "mlp.gate_up_proj.weight"
+    ]
+    attention = Attention(0, SPEC, HIDDEN, merged=True)
+    places = attention.qkv_proj.places("self_attn.qkv_proj")
+    assert {name: place.shape[0] for name, place in places.items()} == {
+        "self_attn.qkv_proj.weight": (8 + 4 + 4) * 8
+    }

@@ -249,12 +249,10 @@ def _attend(
         return out
     scale = layer.softmax_scale
     query = q.transpose(0, 1)  # [Hq, n, D]
-    if keys.shape[2] != values.shape[2] or q.dtype == torch.float16 or layer.softcap:
-        return _attend_tiles(query, keys, values, window, layer).transpose(0, 1)
     if window is not None and window < length:
-        dead = _dead(num_q, length, window, length - num_q)
-        mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill(dead, float("-inf"))
-        return _fused(query, keys, values, scale, mask=mask)[0].transpose(0, 1)
+        return _attend_window(query, keys, values, window, layer).transpose(0, 1)
+    if not _is_fused(query, values, layer):
+        return _attend_tiles(query, keys, values, None, layer).transpose(0, 1)
     old = length - num_q
     out, lse = _fused(query, keys[:, old:], values[:, old:], scale, causal=True)
     if old:
@@ -262,6 +260,33 @@ def _attend(
         share = torch.sigmoid(old_lse - lse).unsqueeze(-1).to(out.dtype)  # weight of the old keys
         out = torch.lerp(out, old_out, share)
     return out.transpose(0, 1)
+
+
+def _is_fused(query: Tensor, values: Tensor, layer: LayerSpec) -> bool:
+    """Whether torch's flash attention can run."""
+    alike = query.shape[2] == values.shape[2]
+    return alike and query.dtype != torch.float16 and layer.softcap == 0
+
+
+def _attend_window(
+    query: Tensor, keys: Tensor, values: Tensor, window: int, layer: LayerSpec
+) -> Tensor:
+    """query [Hq, n, D]; tiles of queries, each against the keys that one of them sees."""
+    num_q, length = query.shape[1], keys.shape[1]
+    outs = []
+    for start in range(0, num_q, _TILE):
+        tile = query[:, start : start + _TILE]
+        size = tile.shape[1]
+        stop = length - num_q + start + size
+        seen = slice(max(stop - size - window + 1, 0), stop)
+        k, v = keys[:, seen], values[:, seen]
+        if not _is_fused(tile, v, layer):
+            outs.append(_attend_tiles(tile, k, v, window, layer))
+            continue
+        dead = _dead(size, k.shape[1], window, k.shape[1] - size)
+        mask = torch.zeros(dead.shape, dtype=tile.dtype).masked_fill(dead, float("-inf"))
+        outs.append(_fused(tile, k, v, layer.softmax_scale, mask=mask)[0])
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
 
 
 def _fused(

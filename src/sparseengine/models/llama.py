@@ -16,16 +16,23 @@ from sparseengine.nn.mlp import SwiGLU
 
 
 class LlamaForCausalLM(CausalLM):
-    """Llama 2 and 3 and SmolLM2. `merged`: the checkpoint holds Q, K, V (and gate, up) as one."""
+    """Llama 2 and 3 and SmolLM2.
+
+    `merged`: the checkpoint holds Q, K, V (and gate, up) as one. `absent`: flags of a config that
+    ask for what the family does not have.
+    """
 
     examples: ClassVar[str] = "Llama-3.1-8B, Llama-2-7B, SmolLM2"
     qk_norm: ClassVar[bool] = False
     merged: ClassVar[bool] = False
+    absent: ClassVar[tuple[str, ...]] = ()
     head_dim: ClassVar[int | None] = None  # when the config does not say; None: hidden / heads
 
     @classmethod
     def build_spec(cls, config: Config, dtype: torch.dtype) -> ModelSpec:
         fields.require_equal(config, "hidden_act", "silu")
+        for name in cls.absent:
+            fields.require_equal(config, name, False, None)
         return dense_spec(config, dtype, windows=cls.windows(config), head_dim=cls.head_dim)
 
     @classmethod

@@ -15,6 +15,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     """Mistral 7B, Nemo, Small: one window for all layers, or none (`sliding_window` null)."""
 
     examples: ClassVar[str] = "Mistral-7B-v0.3, Mistral-Nemo, Mistral-Small-24B"
+    absent: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias")
 
     @classmethod
     def windows(cls, config: Config) -> tuple[int | None, ...]:
@@ -30,12 +31,6 @@ class MistralForCausalLM(LlamaForCausalLM):
         default = (kind,) * fields.count(config, "num_hidden_layers")
         fields.require_equal(config, "layer_types", None, list(default))
         return default
-
-    @classmethod
-    def biases(cls, config: Config) -> tuple[bool, bool]:
-        fields.require_equal(config, "attention_bias", False, None)
-        fields.require_equal(config, "mlp_bias", False, None)
-        return False, False
 
 
 class MinistralForCausalLM(MistralForCausalLM):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from sparseengine.core.specs import ModelSpec
 from sparseengine.models import fields
 from sparseengine.models.decoder import Config
@@ -20,13 +18,8 @@ class Phi3ForCausalLM(LlamaForCausalLM):
     """Phi-3 mini and medium, Phi-4 and Phi-4-mini."""
 
     examples: ClassVar[str] = "Phi-4, Phi-4-mini, Phi-3-mini, Phi-3-medium"
+    absent: ClassVar[tuple[str, ...]] = ("attention_bias", "mlp_bias", "lm_head_bias")
     merged: ClassVar[bool] = True
-
-    @classmethod
-    def build_spec(cls, config: Config, dtype: torch.dtype) -> ModelSpec:
-        for name in ("attention_bias", "mlp_bias", "lm_head_bias"):
-            fields.require_equal(config, name, False, None)
-        return super().build_spec(config, dtype)
 
     @classmethod
     def windows(cls, config: Config) -> tuple[int | None, ...]:

@@ -29,6 +29,7 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
     """Qwen2 and Qwen2.5 without experts."""
 
     examples: ClassVar[str] = "Qwen2.5-7B, Qwen2-1.5B"
+    absent: ClassVar[tuple[str, ...]] = ("mlp_bias",)
 
     @classmethod
     def windows(cls, config: Config) -> tuple[int | None, ...]:
@@ -36,5 +37,4 @@ class Qwen2ForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def biases(cls, config: Config) -> tuple[bool, bool]:
-        fields.require_equal(config, "mlp_bias", False, None)
         return True, False

@@ -13,6 +13,7 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     """Qwen3 without experts; heads have 128 channels unless the config says otherwise."""
 
     examples: ClassVar[str] = "Qwen3-8B, Qwen3-0.6B"
+    absent: ClassVar[tuple[str, ...]] = ("mlp_bias",)
     qk_norm: ClassVar[bool] = True
     head_dim: ClassVar[int | None] = 128
 
