@@ -103,7 +103,8 @@ def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size
 
 def moe_route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:
     """Experts int [T, K] of each token, best first, and their fp32 weights; logits fp32 [T, E]."""
-    return reference.moe_route(logits, bias, spec)
+    out: tuple[Tensor, Tensor] = _impl(logits).moe_route(logits, bias, spec)
+    return out
 
 
 def moe_experts(
@@ -115,7 +116,8 @@ def moe_experts(
     row_tile: int | None = None,
 ) -> Tensor:
     """Weighted sum over K of the SwiGLU experts that each token of x [T, H] chose: [T, H]."""
-    return reference.moe_experts(x, gate_up, down, ids, weights, row_tile)
+    out: Tensor = _impl(x).moe_experts(x, gate_up, down, ids, weights, row_tile)
+    return out
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
