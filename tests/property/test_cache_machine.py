@@ -25,10 +25,11 @@ SEEDS = st.integers(0, 2**32 - 1)
 
 class CacheMachine(RuleBasedStateMachine):
     ragged = Ragged.REQUEST
+    kinds = "ff"
 
     @initialize(num_pages=st.sampled_from([6, 24]))
     def start(self, num_pages: int) -> None:
-        self.mirror = Mirror(self.ragged, num_pages)
+        self.mirror = Mirror(self.ragged, num_pages, kinds=self.kinds)
 
     def pick(self, seed: int) -> int:
         return sorted(self.mirror.rows)[seed % len(self.mirror.rows)]
@@ -81,7 +82,12 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, seed: int, share: float) -> None:
         rid = self.pick(seed)
         shortest = min(len(h) for layer in self.mirror.rows[rid] for h in layer)
-        self.mirror.truncate(rid, int(share * shortest))
+        tokens = int(share * shortest)
+        if self.mirror.may_truncate(rid, tokens):
+            self.mirror.truncate(rid, tokens)
+        else:
+            with pytest.raises(AssertionError, match="would reach further back"):
+                self.mirror.truncate(rid, tokens)
 
     @precondition(lambda self: self.mirror.rows)
     @rule(seed=SEEDS)
@@ -108,6 +114,22 @@ class HeadMachine(CacheMachine):
     ragged = Ragged.HEAD
 
 
+class TwoPoolMachine(CacheMachine):
+    kinds = "fww"
+
+
+class SharedLayerMachine(LayerMachine):
+    kinds = "fww"
+
+
+class SharedHeadMachine(HeadMachine):
+    kinds = "wf"
+
+
+class WindowMachine(CacheMachine):
+    kinds = "ww"
+
+
 _SETTINGS = settings(
     max_examples=25,
     stateful_step_count=30,
@@ -118,21 +140,34 @@ _SETTINGS = settings(
 TestRequestRows = CacheMachine.TestCase
 TestLayerRows = LayerMachine.TestCase
 TestHeadRows = HeadMachine.TestCase
-for case in (TestRequestRows, TestLayerRows, TestHeadRows):
+TestTwoPools = TwoPoolMachine.TestCase
+TestSharedLayerRows = SharedLayerMachine.TestCase
+TestSharedHeadRows = SharedHeadMachine.TestCase
+TestWindowsOnly = WindowMachine.TestCase
+_CASES = (TestRequestRows, TestLayerRows, TestHeadRows)
+_WINDOWS = (TestTwoPools, TestSharedLayerRows, TestSharedHeadRows, TestWindowsOnly)
+for case in (*_CASES, *_WINDOWS):
     case.settings = _SETTINGS
 del case
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("ragged", "operations", "aux"),
-    [(Ragged.HEAD, 10_000, False), (Ragged.LAYER, 1_000, True), (Ragged.REQUEST, 1_000, True)],
+    ("ragged", "kinds", "operations", "aux"),
+    [
+        (Ragged.HEAD, "ff", 10_000, False),
+        (Ragged.LAYER, "ff", 1_000, True),
+        (Ragged.REQUEST, "ff", 1_000, True),
+        (Ragged.HEAD, "fw", 2_000, False),
+        (Ragged.LAYER, "wwf", 1_000, True),
+        (Ragged.REQUEST, "wwf", 500, True),
+    ],
 )
 def test_random_operations_leak_nothing(
-    ragged: Ragged, operations: int, aux: bool, device: str
+    ragged: Ragged, kinds: str, operations: int, aux: bool, device: str
 ) -> None:
     rng = np.random.default_rng(7)
-    mirror = Mirror(ragged, 40, aux=aux, device=device)
+    mirror = Mirror(ragged, 40, kinds=kinds, aux=aux, device=device)
     for i in range(operations):
         ids = sorted(mirror.rows)
         op = rng.integers(10)
@@ -150,7 +185,9 @@ def test_random_operations_leak_nothing(
         elif op == 7:
             rid = int(rng.choice(ids))
             shortest = min(len(h) for layer in mirror.rows[rid] for h in layer)
-            mirror.truncate(rid, int(rng.integers(shortest + 1)))
+            tokens = int(rng.integers(shortest + 1))
+            if mirror.may_truncate(rid, tokens):
+                mirror.truncate(rid, tokens)
         elif op == 8:
             mirror.seal()
         else:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from contextlib import suppress
+
 import pytest
 
 from fixtures.scheduling import METHODS, PAGE, Bench, Plain
+from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import Demand, Purpose
+from sparseengine.engine.memory import _fit
 from sparseengine.engine.outputs import Finish, Sample
 from sparseengine.errors import CapacityError
 
@@ -212,3 +217,70 @@ def test_abort_at_every_point() -> None:
         assert set(bench.sink.ended) == {r.id for r in (*family, queued)}
         assert bench.cache.free_pages() == bench.cache.total_pages()
         bench.cache.check()
+
+
+# ── models with WINDOW layers ─────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kinds", ["fw", "fwwwww", "ww"])
+def test_as_many_run_at_once_as_the_memory_table_says(kinds: str) -> None:
+    methods = {"dense": full(), **METHODS}
+    bench = Bench(
+        kinds=kinds, pages=55, max_num_seqs=64, max_num_batched_tokens=20, methods=methods
+    )
+    prompt_len, output = 50, 120
+    fit = _fit(bench.cache, "dense", methods["dense"], prompt_len, output, None).requests
+    for _ in range(fit + 3):
+        bench.add(prompt_len, output, "dense")
+    most = 0
+    while bench.scheduler.has_work:
+        bench.step()
+        most = max(most, len(bench.scheduler.running))
+    assert most == fit
+    assert bench.sink.preempted == []
+    # one, if every layer were charged every token: 55 pages of 4 tokens for 170
+    assert fit == {"fw": 2, "fwwwww": 5, "ww": 16}[kinds]
+
+
+def full() -> Plain:
+    """Dense, and known to replay nothing."""
+
+    class Full(Plain):
+        replay = SparseMethod.replay
+
+    return Full()
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+@pytest.mark.parametrize("kinds", ["fw", "fww", "w"])
+def test_what_is_admitted_alone_can_run(kinds: str, method: str) -> None:
+    """The smallest pool that does not refuse a request is large enough for it, replays and all."""
+    prompt_len, output = 61, 30
+    for pages in range(1, 40):
+        bench = Bench(kinds=kinds, pages=pages)
+        with suppress(CapacityError):
+            request = bench.add(prompt_len, output, method)
+            bench.run()
+            assert bench.sink.ended == {request.id: Finish("length")}
+            break
+    assert 1 < pages < 39, "small pools were refused"
+
+
+def test_hybrids_that_pay_in_advance_are_never_preempted() -> None:
+    """Random prompts, methods and families in a tight pool; every page is checked every step."""
+    for seed in range(6):
+        rng = random.Random(seed)
+        kinds = rng.choice(["fw", "fww", "wwf"])
+        bench = Bench(kinds=kinds, pages=30, max_num_batched_tokens=rng.choice([8, 16, 32]))
+        for _ in range(12):
+            length, output = rng.randrange(1, 60), rng.randrange(1, 24)
+            if rng.random() < 0.3:
+                bench.add_family(rng.randrange(2, 5), length, output)
+            else:
+                bench.add(length, output, rng.choice(sorted(METHODS)))
+        while bench.scheduler.has_work:
+            bench.step()
+            bench.cache.check()
+        assert bench.sink.preempted == []
+        assert {f.reason for f in bench.sink.ended.values()} == {"length"}
+        assert bench.cache.free_pages() == bench.cache.total_pages()

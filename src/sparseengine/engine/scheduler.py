@@ -238,8 +238,6 @@ class Scheduler:
         for chunk in plan.chunks:
             ticket = self.running[chunk.request.id]
             ticket.advance(chunk)
-            if ticket.decodes and not ticket.is_steady:
-                self.admission.settle(ticket)
             for sibling in chunk.forks:
                 self._fork(ticket, sibling, samples[sibling.id])
             if chunk.ends_prompt:
@@ -248,6 +246,9 @@ class Scheduler:
                 finish = self._append(chunk.request, samples[chunk.request.id])
                 if finish is not None:
                     self._finish(chunk.request, finish)
+                    continue
+            if ticket.decodes and not ticket.is_steady:  # known once the token is appended
+                self.admission.settle(ticket)
 
     def _append(self, request: Request, sample: Sample) -> Finish | None:
         if sample.error is not None:
