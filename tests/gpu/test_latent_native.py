@@ -21,6 +21,7 @@ from kernel_checks import (
     relative_error,
     seeded_and_poisoned,
 )
+
 from sparseengine import ops
 from sparseengine.ops import dense, reference
 
