@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fixtures.engines import make_tokenizer
+from fixtures.engines import make_tokenizer, save_checkpoint
 from fixtures.gguf_writer import write_gguf
 from fixtures.tiny import reference_model, save_tiny
+from sparseengine import LLM, SamplingParams
 from sparseengine.config import ModelConfig
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model, model_spec
@@ -172,6 +173,26 @@ def test_overrides_and_generation_config(folder: Path, tmp_path: Path) -> None:
     refuse("neither 'auto', 'vllm' nor a folder", folder, generation_config=str(other))
     (other / "generation_config.json").write_text('{"top_k": 5}')
     assert open_named(folder, generation_config=str(other)).generation_config == {"top_k": 5}
+
+
+def test_generation_config_gives_the_defaults_of_sampling(tmp_path: Path) -> None:
+    """For calls without sampling_params, as vLLM does; given ones are left alone."""
+    folder = save_checkpoint(tmp_path)
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.1, "min_p": None}
+    own |= {"max_new_tokens": 5, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(own))
+    options: dict[str, Any] = {"quiet": True, "max_model_len": 64}
+    with LLM(str(folder), **options) as llm:
+        found = llm.default_sampling_params()
+        assert (found.temperature, found.top_p, found.top_k) == (0.6, 0.9, 20)
+        assert (found.repetition_penalty, found.min_p) == (1.1, 0.0)
+        (output,) = llm.generate([[5, 6, 7]], use_tqdm=False)
+        assert len(output.outputs[0].token_ids) <= 5
+        asked = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+        (output,) = llm.generate([[5, 6, 7]], asked, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 9
+    with LLM(str(folder), generation_config="vllm", **options) as llm:
+        assert llm.default_sampling_params() == SamplingParams()
 
 
 def test_overrides_are_merged_into_nested_fields(folder: Path) -> None:
