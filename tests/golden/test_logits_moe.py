@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from fixtures.engines import BOS, EOS, make_tokenizer
 from fixtures.engines import VOCAB as ENGINE_VOCAB
@@ -26,35 +31,51 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "moe_intermediate_size": 24,
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "num_experts": 8,
     "num_experts_per_tok": 3,
     "max_position_embeddings": 1024,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "initializer_range": 0.1,
 }
-# case: overrides, and those of a model whose logits must differ
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {"num_experts_per_tok": 2}),
-    "normalised": ({"norm_topk_prob": True}, {}),
-    "dense-first": ({"mlp_only_layers": [0]}, {}),
-    "every-second": ({"decoder_sparse_step": 2}, {}),
-    "second-but-listed": ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {}),
-    "one-of-many": ({"num_experts": 33, "num_experts_per_tok": 1}, {}),
-    "all-of-them": ({"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}, {}),
-    "biases-tied": ({"attention_bias": True, "tie_word_embeddings": True}, {}),
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {"num_experts": 8, "moe_intermediate_size": 24},
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8}),
+}
+QWEN, MIXTRAL = FAMILIES
+WINDOW = {"use_sliding_window": True, "sliding_window": 12}
+# case: family, overrides, and those of a model whose logits must differ
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": (QWEN, {}, {"num_experts_per_tok": 2}),
+    "normalised": (QWEN, {"norm_topk_prob": True}, {}),
+    "dense-first": (QWEN, {"mlp_only_layers": [0]}, {}),
+    "every-second": (QWEN, {"decoder_sparse_step": 2}, {}),
+    "second-but-listed": (QWEN, {"decoder_sparse_step": 2, "mlp_only_layers": [1]}, {}),
+    "one-of-many": (QWEN, {"num_experts": 33, "num_experts_per_tok": 1}, {}),
+    "all-of-them": (QWEN, {"num_experts": 4, "num_experts_per_tok": 4, "norm_topk_prob": True}, {}),
+    "biases-tied": (QWEN, {"attention_bias": True, "tie_word_embeddings": True}, {}),
+    "derived-head-dim": (QWEN, {"head_dim": None}, {}),
+    "window": (QWEN, {**WINDOW, "max_window_layers": 2}, {}),
+    "window-unused": (QWEN, {"sliding_window": 12}, WINDOW),
+    "mixtral": (MIXTRAL, {}, {"num_experts_per_tok": 2}),
+    "mixtral-window": (MIXTRAL, {"sliding_window": 12}, {}),
+    "mixtral-tied": (MIXTRAL, {"head_dim": None, "tie_word_embeddings": True}, {}),
 }
 
 
-def reference_model(**overrides: Any) -> torch.nn.Module:
-    config = Qwen3MoeConfig(**{**SIZES, **overrides}, attn_implementation="eager")
+def reference_model(family: str = QWEN, **overrides: Any) -> torch.nn.Module:
+    config_class, model_class, extra = FAMILIES[family]
+    given = {**SIZES, **extra, **overrides}
+    given = {name: value for name, value in given.items() if value is not None}
     torch.manual_seed(0)
-    model: torch.nn.Module = Qwen3MoeForCausalLM(config).eval()
+    model: torch.nn.Module = model_class(config_class(**given, attn_implementation="eager")).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,8 +88,8 @@ def reference_model(**overrides: Any) -> torch.nn.Module:
     return model
 
 
-def save_tiny(folder: Path, **overrides: Any) -> Path:
-    reference_model(**overrides).save_pretrained(folder)
+def save_tiny(folder: Path, family: str = QWEN, **overrides: Any) -> Path:
+    reference_model(family, **overrides).save_pretrained(folder)
     return folder
 
 
@@ -78,8 +99,8 @@ def prompt(length: int) -> list[int]:
 
 
 @torch.inference_mode()
-def expected_logits(ids: list[int], **overrides: Any) -> Tensor:
-    logits: Tensor = reference_model(**overrides)(torch.tensor([ids])).logits[0]
+def expected_logits(ids: list[int], family: str = QWEN, **overrides: Any) -> Tensor:
+    logits: Tensor = reference_model(family, **overrides)(torch.tensor([ids])).logits[0]
     return logits
 
 
@@ -91,13 +112,13 @@ def worst(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
-    overrides, without = CASES[case]
-    folder = save_tiny(tmp_path, **overrides)
+    family, overrides, without = CASES[case]
+    folder = save_tiny(tmp_path, family, **overrides)
     for length, chunks in ((1, (1,)), (17, (17,)), (17, (5, 1, 11)), (40, (14, 26))):
         ids = prompt(length)
-        expected = expected_logits(ids, **overrides)
+        expected = expected_logits(ids, family, **overrides)
         assert worst(paged_logits(folder, ids, chunks), expected) < TOLERANCE, (length, chunks)
-    other = expected_logits(ids, **without)
+    other = expected_logits(ids, family, **without)
     assert worst(other, expected) > 100 * TOLERANCE, "the case must be able to fail"
 
 
@@ -116,10 +137,12 @@ def test_which_layers_have_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu", "deterministic"])
-def test_requests_that_share_steps(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_share_steps(family: str, backend: str, tmp_path: Path) -> None:
     """Chunks and decodes of three requests equal each text on its own."""
     texts, lengths = [prompt(36), prompt(19), prompt(30)], (30, 9, 21)
-    run = PagedRun(save_tiny(tmp_path), max_tokens=48, backend=backend, prompts=lengths)
+    folder = save_tiny(tmp_path, family)
+    run = PagedRun(folder, max_tokens=48, backend=backend, prompts=lengths)
     steps = [{0: 20, 1: 9}, {1: 1, 0: 10, 2: 5}, {0: 1, 1: 1, 2: 16}]
     steps += [dict.fromkeys(range(3), 1)] * 2 + [{1: 1, 2: 1}, {1: 1}]
     found: list[list[Tensor]] = [[], [], []]
@@ -133,7 +156,7 @@ def test_requests_that_share_steps(backend: str, tmp_path: Path) -> None:
     for text, length, parts in zip(texts, lengths, found, strict=True):
         logits = torch.cat(parts)
         assert len(logits) >= length + 3, "some of its tokens were decodes"
-        assert worst(logits, expected_logits(text[: len(logits)])) < TOLERANCE
+        assert worst(logits, expected_logits(text[: len(logits)], family)) < TOLERANCE
 
 
 def test_experts_stored_as_stacks_and_missing_ones(tmp_path: Path) -> None:
@@ -194,35 +217,38 @@ def generate(
 
 
 @torch.inference_mode()
-def greedy(ids: list[int]) -> list[int]:
-    model, text = reference_model(**IDS), list(ids)
+def greedy(family: str, ids: list[int]) -> list[int]:
+    model, text = reference_model(family, **IDS), list(ids)
     for _ in range(NEW):
         text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
     return text[len(ids) :]
 
 
-@pytest.fixture
-def engine_folder(tmp_path: Path) -> Path:
-    save_tiny(tmp_path, **IDS)
-    make_tokenizer().save_pretrained(tmp_path)
-    return tmp_path
+def engine_folder(folder: Path, family: str) -> Path:
+    save_tiny(folder, family, **IDS)
+    make_tokenizer().save_pretrained(folder)
+    return folder
 
 
-def test_preempted_requests_end_as_undisturbed(engine_folder: Path) -> None:
-    expected = [greedy(ids) for ids in texts()]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_preempted_requests_end_as_undisturbed(family: str, tmp_path: Path) -> None:
+    folder = engine_folder(tmp_path, family)
+    expected = [greedy(family, ids) for ids in texts()]
     tight, preempted = generate(
-        engine_folder, texts(), False, reserve_output_tokens=0, num_gpu_blocks_override=5
+        folder, texts(), False, reserve_output_tokens=0, num_gpu_blocks_override=5
     )
     assert preempted > 0
-    roomy, undisturbed = generate(engine_folder, texts(), False, kv_cache_memory_bytes=8 << 20)
+    roomy, undisturbed = generate(folder, texts(), False, kv_cache_memory_bytes=8 << 20)
     assert undisturbed == 0
     assert tight == roomy == expected
 
 
-def test_the_same_bits_for_every_batch_and_chunk_size(engine_folder: Path) -> None:
+def test_the_same_bits_for_every_batch_and_chunk_size(tmp_path: Path) -> None:
+    folder = engine_folder(tmp_path, QWEN)
+
     def bits(count: int, step_tokens: int) -> list[Any]:
         options = {"deterministic": True, "max_num_batched_tokens": step_tokens}
-        return generate(engine_folder, texts()[:count], True, **options)[0]
+        return generate(folder, texts()[:count], True, **options)[0]
 
     whole = bits(4, 2048)
     assert len(whole[0]) == FEW

@@ -40,8 +40,9 @@ def _fresh() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [BF16, F16, F32])
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("dtype", "route"), [*((BF16, route) for route in ROUTES), (F16, "first"), (F32, "even")]
+)
 @pytest.mark.parametrize("layer", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("count", [1, 40, 150, 1100])
 def test_experts(layer: Layer, route: str, dtype: torch.dtype, count: int) -> None:
