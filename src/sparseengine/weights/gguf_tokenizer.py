@@ -52,7 +52,7 @@ def write_tokenizer(gguf: Path, folder: Path) -> None:
             pair=f"{bos} $A {bos}:1 $B:1",
             special_tokens=[(bos, tokens.index(bos))],
         )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)  # type: ignore[no-untyped-call]
     fast.chat_template = metadata.get("tokenizer.chat_template")
     fast.save_pretrained(folder)
 
