@@ -41,8 +41,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | N
     if old:
         earlier = keys[:, :, :old], values[:, :, :old]
         old_out, old_lse = _fused(query, *earlier, scale, causal=False)
-        share = torch.sigmoid(old_lse - lse).unsqueeze(-1).to(out.dtype)  # weight of the old keys
-        out = torch.lerp(out, old_out, share)
+        # The old keys' weight is near 1 behind a long text: rounded to 16 bits, 1 - weight is lost.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        share = torch.sigmoid(old_lse - lse).unsqueeze(-1)
+        out = torch.lerp(out.to(wide), old_out.to(wide), share.to(wide)).to(q.dtype)
     return out[0, ..., :value_dim].transpose(0, 1)
 
 

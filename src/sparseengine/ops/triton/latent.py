@@ -43,16 +43,16 @@ def plan_waves(programs: int, max_len: int, processors: int) -> tuple[int, int]:
     programs come in waves; the choice is the one whose waves take the fewest tokens. Each program
     costs `_OVERHEAD_TOKENS` on top. Rows shorter than max_len take fewer splits.
     """
-    slots = _PER_PROCESSOR * processors
+    slots, max_len = _PER_PROCESSOR * processors, max(max_len, 1)
     least = -(-max_len // _MAX_SPLIT_TOKENS)
-    most = max(least, min(-(-max_len // _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+    most = min(-(-max_len // _MIN_SPLIT_TOKENS), _MAX_SPLITS)
 
     def cost(splits: int) -> int:
         waves = -(-programs * splits // slots)
         return waves * (-(-max_len // splits) + _OVERHEAD_TOKENS)
 
-    splits = min(range(min(least, most), most + 1), key=cost)
-    return max(splits, 1), max(-(-max_len // max(splits, 1)), 1)
+    splits = min(range(min(least, _MAX_SPLITS), most + 1), key=cost)
+    return splits, -(-max_len // splits)
 
 
 @triton.jit
