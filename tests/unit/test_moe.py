@@ -90,16 +90,16 @@ def test_equal_scores_go_to_the_smaller_index(router: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"top_k": 7}, "top_k 7 is not within 1..6"),
-        ({"top_k": 0}, "top_k 0 is not within 1..6"),
-        ({"num_groups": 4}, "6 experts do not fall into 4 groups"),
-        ({"num_groups": 2, "top_groups": 3}, "top_groups 3 is not within 1..2"),
-        ({"num_groups": 3, "top_groups": 1}, "top_k 3 is not within 1..2"),
-        ({"num_groups": 6, "top_groups": 6, "group_score": "top2_sum"}, "no two best scores"),
+        ({"top_k": 7}, "top_k 7 is not 1 to 6"),
+        ({"top_k": 0}, "top_k 0 is not 1 to 6"),
+        ({"num_groups": 4}, "6 experts do not fall into 4 equal groups"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups 3 is not 1 to 2"),
+        ({"num_groups": 3, "top_groups": 1}, "top_k 3 is not 1 to 2, the experts of 1 of 3 groups"),
+        ({"num_groups": 6, "top_groups": 6, "group_score": "top2_sum"}, "have no two best scores"),
     ],
 )
 def test_impossible_routers(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         RouterSpec(**{"num_experts": 6, "top_k": 3, **wrong})
 
 
