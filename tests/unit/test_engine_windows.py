@@ -59,9 +59,7 @@ def test_tokens_are_those_of_a_model_that_keeps_everything(
         assert [o.outputs[0].token_ids for o in outputs] == expected
 
 
-def test_little_memory_is_enough(
-    folder: Path, family: str, expected: list[list[int]]
-) -> None:
+def test_little_memory_is_enough(folder: Path, family: str, expected: list[list[int]]) -> None:
     """Pages of one row for 140 tokens (mistral: 24): less than the longest prompt has."""
     blocks = {"mistral": 6, "gemma3": 35}[family]
     options = {"num_gpu_blocks_override": blocks, "max_num_batched_tokens": 8}
