@@ -92,7 +92,7 @@ def test_equal_scores_go_to_the_smaller_index(router: str) -> None:
     [
         ({"top_k": 7}, "top_k 7 is not 1 to 6"),
         ({"top_k": 0}, "top_k 0 is not 1 to 6"),
-        ({"num_groups": 4}, "6 experts do not fall into 4 equal groups"),
+        ({"num_groups": 4}, "6 experts do not make 4 equal groups"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups 3 is not 1 to 2"),
         ({"num_groups": 3, "top_groups": 1}, "top_k 3 is not 1 to 2, the experts of 1 of 3 groups"),
         ({"num_groups": 6, "top_groups": 6, "group_score": "top2_sum"}, "have no two best scores"),

@@ -38,7 +38,7 @@ class RouterSpec:
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
             raise ConfigError(
-                f"router: {self.num_experts} experts do not fall into {self.num_groups} equal groups"
+                f"router: {self.num_experts} experts do not make {self.num_groups} equal groups"
             )
         if not 1 <= self.top_groups <= self.num_groups:
             raise ConfigError(f"router: top_groups {self.top_groups} is not 1 to {self.num_groups}")
