@@ -411,4 +411,4 @@ def test_pull_reports_a_misspelt_variable_and_reads_the_right_one(
         run("pull")
     monkeypatch.delenv("SPARSEENGINE_CACHE")
     monkeypatch.setenv("SPARSEENGINE_CACHE_DIR", str(tmp_path))
-    assert run("pull")[1].split() == ["smollm2-135m", "not", "pulled"]
+    assert run("pull")[1].splitlines()[0].split() == ["smollm2-135m", "not", "pulled"]
