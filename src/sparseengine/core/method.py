@@ -86,6 +86,10 @@ class LayerStep(Protocol):
         """Row lengths of a chunk (this step's tokens included), one per row group; host numbers."""
         ...
 
+    def budgets(self) -> Tensor:
+        """int32 [S]: the budget of each chunk's request, 0 for none, on the device."""
+        ...
+
     def table(self) -> tuple[Tensor, Tensor]:
         """(int32 [S, G, W] page ids, int32 [S, G] lengths) before selection, on the device."""
         ...

@@ -313,8 +313,7 @@ class SelectionMethod(Method):
         budgets = [c.request.budget or 0 for c in chunks]
         limits = None
         if any(max(at.lens(i)) > b for i, b in enumerate(budgets)):
-            device = at.q.device
-            budget = torch.tensor(budgets, dtype=torch.int32, device=device)[:, None]
+            budget = at.budgets()[:, None]
             limits = _Limits(
                 budget=budget,
                 pages=(budget // page).clamp(min=least),
