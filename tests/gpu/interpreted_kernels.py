@@ -63,6 +63,20 @@ def test_window_scores_of_rows_shorter_than_the_window() -> None:
     check_window_scores(SHAPES[0], [3, 40], 8, "sum", F32, "cpu")
 
 
+def test_window_scores_under_a_soft_cap() -> None:
+    check_window_scores(SHAPES[0], [150, 70], 8, "sum", F32, "cpu", softcap=0.5)
+
+
+WIDE = Shape(layout="head", heads=1, group=5, dim=300, page=16)  # as wide as latent rows
+
+
+def test_wide_heads() -> None:
+    check_window_scores(WIDE, [150], 8, "sum", F32, "cpu")
+    check_pages(WIDE, 2, 5, F32, "cpu")
+    check_store(WIDE, 13, F32, "cpu")
+    check_compact(WIDE, [37, 90], 0.4, F32, "cpu")
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_page_summaries(shape: Shape) -> None:
     check_pages(shape, 2, 5, F32, "cpu")
@@ -93,9 +107,35 @@ def test_segments(window: int | None) -> None:
     check_attention(shape, [1, 9, 30], [old, new], F32, "cpu", window)
 
 
-def test_latent_values_are_a_prefix_of_the_keys() -> None:
-    shape = Shape(layout="head", heads=1, group=8, dim=24, value_dim=16)
-    check_attention(shape, [1, 7], [[[33], [40]]], F32, "cpu", latent=True)
+LATENTS = [
+    Shape(layout="head", heads=1, group=5, dim=24, value_dim=16),
+    Shape(layout="head", heads=1, group=20, dim=40, value_dim=32, page=1),
+    Shape(layout="shared", heads=1, group=70, dim=24, value_dim=20, page=4),
+]
+
+
+@pytest.mark.parametrize("shape", LATENTS)
+def test_latent_decode(shape: Shape) -> None:
+    check_attention(shape, [1, 1, 1], [[[600], [0], [65]]], F32, "cpu", latent=True)
+    check_attention(shape, [1], [[[30]]], F32, "cpu", latent=True)
+
+
+@pytest.mark.parametrize("shape", LATENTS)
+def test_latent_prefill_beside_decode(shape: Shape) -> None:
+    check_attention(shape, [1, 7, 1, 40], [[[33], [300], [9], [40]]], F32, "cpu", latent=True)
+
+
+@pytest.mark.parametrize("shape", LATENTS[:2])
+def test_latent_segments(shape: Shape) -> None:
+    old, new = [[40], [64], [0], [3]], [[5], [9], [30], [0]]
+    check_attention(shape, [1, 9, 30, 2], [old, new], F32, "cpu", latent=True)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_soft_caps(latent: bool) -> None:
+    shape = LATENTS[0] if latent else SHAPES[0]
+    lens = [[90] * (1 if latent else 2), [40] * (1 if latent else 2)]
+    check_attention(shape, [1, 20], [lens], F32, "cpu", latent=latent, softcap=0.5)
 
 
 def test_values_narrower_than_keys() -> None:

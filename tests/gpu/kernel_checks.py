@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -58,9 +59,10 @@ def check_attention(
     device: str,
     window: int | None = None,
     latent: bool = False,
+    softcap: float = 0.0,
 ) -> None:
     view = spans_view(shape, queries, lens, dtype, device, window, latent)
-    layer = layer_of(shape, window, latent)
+    layer = replace(layer_of(shape, window, latent), softcap=softcap)
     q = torch.randn(sum(queries), layer.q_heads, shape.dim, device=device).to(dtype)
     want = ReferenceBackend().run(q.float(), view, layer, None)
     got = TritonBackend().run(q, view, layer, None)
@@ -133,11 +135,13 @@ def check_copy_pages(shape: Shape, dtype: torch.dtype, device: str) -> None:
 
 
 def check_window_scores(
-    shape: Shape, lens: list[int], window: int, reduce: str, dtype: torch.dtype, device: str
-) -> None:
+    shape: Shape, lens: list[int], window: int, reduce: str, dtype: torch.dtype, device: str,
+    softcap: float = 0.0,
+) -> None:  # fmt: skip
     rows = Rows(shape, [lens], dtype, device, [shape.dim])
     q = torch.randn(window, shape.heads * shape.group, shape.dim, device=device).to(dtype)
     args = (rows.pools[0], rows.table[0], rows.lens[0], max(lens) + 5, shape.dim**-0.5, reduce)
+    args += (softcap,)
     got, want = kernels.window_scores(q, *args), reference.window_scores(q, *args)
     assert_close(got, want, torch.float32 if dtype == torch.float32 else torch.float16)
     assert torch.equal(got, kernels.window_scores(q, *args)), "two runs differ: a race"

@@ -60,11 +60,25 @@ def test_silu_mul(rows: int, size: int) -> None:
     assert got.isfinite().all()
 
 
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("size", [1, 40, 96])
+def test_gelu_mul(rows: int, size: int) -> None:
+    both = random(rows, 2 * size) * 4
+    if rows:
+        both[0, 0], both[-1, 0] = 1e4, -1e4
+    gate, up = both[:, :size], both[:, size:]
+    got = cpu.gelu_mul(gate, up)
+    expected = F.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=2e-6)
+    assert got.isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_take_torch(dtype: torch.dtype) -> None:
     x, weight = random(3, 16).to(dtype), random(16).to(dtype)
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5), F.rms_norm(x, (16,), weight, 1e-5))
     assert torch.equal(cpu.silu_mul(x, x), F.silu(x) * x)
+    assert torch.equal(cpu.gelu_mul(x, x), F.gelu(x, approximate="tanh") * x)
     assert cpu.rotate(x[:, None], x[:, None, :8], x[:, None, :8]) is None
 
 
@@ -72,13 +86,14 @@ def test_a_row_keeps_its_bits_in_any_company() -> None:
     x, weight = random(700, 96), random(96, seed=1)
     cos, sin = random(700, 1, 8, seed=2), random(700, 1, 8, seed=3)
     norm = cpu.rms_norm(x, weight, 1e-5)
-    gated = cpu.silu_mul(x, norm)
+    gated, bent = cpu.silu_mul(x, norm), cpu.gelu_mul(x, norm)
     turned = cpu.rotate(x.view(700, 6, 16), cos, sin)
     assert turned is not None
     for row in (0, 17, 699):
         one = slice(row, row + 1)
         assert torch.equal(cpu.rms_norm(x[one], weight, 1e-5), norm[one])
         assert torch.equal(cpu.silu_mul(x[one], norm[one]), gated[one])
+        assert torch.equal(cpu.gelu_mul(x[one], norm[one]), bent[one])
         alone = cpu.rotate(x[one].view(1, 6, 16), cos[one], sin[one])
         assert alone is not None
         assert torch.equal(alone, turned[one])

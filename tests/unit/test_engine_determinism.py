@@ -16,6 +16,18 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5
 SPARSE = (SparseParams("full"), SparseParams("snapkv", budget=24), SparseParams("quest", budget=32))
 
 
+# Gemma 2: soft caps, windows, gelu. Phi-3: a rotation that goes by the text's length.
+LONGROPE = {
+    "original_max_position_embeddings": 64,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 3.0, 6.0, 9.0],
+    },
+}
+FAMILIES: dict[str, dict[str, Any]] = {"gemma2": {"num_hidden_layers": 6}, "phi3": LONGROPE}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tmp_path_factory.mktemp("deterministic"))
@@ -56,3 +68,11 @@ def test_the_same_bits_for_every_batch_size_and_chunk_size(
     for step_tokens in (17, 64):
         assert bits(folder, 8, step_tokens, sparse) == whole
         assert bits(folder, 1, step_tokens, sparse) == whole[:1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(family: str, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path, family, **FAMILIES[family])
+    whole = bits(folder, 8, 2048, SPARSE[1])
+    assert bits(folder, 2, 2048, SPARSE[1]) == whole[:2]
+    assert bits(folder, 8, 33, SPARSE[1]) == whole

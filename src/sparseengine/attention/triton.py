@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
-from sparseengine.core.specs import LayerSpec
+from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.core.view import AttentionView, Segment
 from sparseengine.ops import merge_lse
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparseengine.ops.triton.attention import Keys
 
 _MAX_DIM = 256  # wider rows do not fit the registers of one program
+_MAX_LATENT = (576, 512)  # channels of a latent row and of its values, which are the row's first
 _MIN_ARCH = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LN2 = 0.6931471805599453
@@ -25,6 +26,8 @@ _LN2 = 0.6931471805599453
 
 class TritonBackend:
     """The view's first `num_single` spans take the split-KV kernel, the rest the prefill kernel.
+
+    Latent rows have one kernel for both, which reads a row once for keys and values.
 
     Bits depend on batch and chunking: the number of splits does.
     """
@@ -46,6 +49,8 @@ class TritonBackend:
             return Support(False, "its bits depend on batch size: the number of splits does")
         if need.dtype not in _DTYPES:
             return Support(False, f"dtype {need.dtype} is not bfloat16, float16 or float32")
+        if layer.kind is LayerKind.LATENT:
+            return _latent_support(dims, need.dtype)
         if max(dims) > _MAX_DIM:
             return Support(False, f"head dims {dims} exceed {_MAX_DIM} channels")
         return Support(True, f"paged Triton kernels for {need.dtype}, head dims {dims}")
@@ -61,6 +66,9 @@ class TritonBackend:
             q.shape[0], layer.q_heads, layer.value_dim, dtype=q.dtype, device=q.device
         )
         singles, spans = view.num_single, view.cu_q.shape[0] - 1
+        if layer.kind is LayerKind.LATENT:
+            self._latent(q, view, layer, out)
+            return out
         if singles:
             self._decode(q[:singles], view, layer, out[:singles])
         if spans > singles:
@@ -71,7 +79,23 @@ class TritonBackend:
         from sparseengine.ops.triton.attention import paged_decode
 
         keys = _keys(view, layer)
-        paged_decode(q, keys, out, layer.softmax_scale, view.window, view.max_len)
+        cap = layer.softcap
+        paged_decode(q, keys, out, layer.softmax_scale, view.window, view.max_len, cap)
+
+    def _latent(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
+        from sparseengine.ops.triton.latent import paged_latent
+
+        keys, singles = _keys(view, layer), view.num_single
+        logits = layer.softmax_scale, layer.softcap
+        if singles:
+            few = view.cu_q[: singles + 1]
+            paged_latent(
+                q[:singles], keys, few, out[:singles], *logits, max_q=1, max_len=view.max_len
+            )
+        paged_latent(
+            q[singles:], keys, view.cu_q, out[singles:], *logits,
+            max_q=view.max_q, max_len=view.max_len, first_span=singles,
+        )  # fmt: skip
 
     def _prefill(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
         from sparseengine.ops.triton.attention import paged_prefill
@@ -81,7 +105,7 @@ class TritonBackend:
         if len(keys) == 1:
             paged_prefill(
                 q, keys[0], view.cu_q, out, None, scale, view.window,
-                max_q=view.max_q, first_span=first,
+                max_q=view.max_q, first_span=first, softcap=layer.softcap,
             )  # fmt: skip
             return
         outs, lses = [], []
@@ -89,11 +113,18 @@ class TritonBackend:
             o = torch.zeros(*out.shape, dtype=torch.float32, device=q.device)
             lse = torch.full(out.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
             paged_prefill(
-                q, part, view.cu_q, o, lse, scale, view.window, max_q=view.max_q, first_span=first
-            )
+                q, part, view.cu_q, o, lse, scale, view.window,
+                max_q=view.max_q, first_span=first, softcap=layer.softcap,
+            )  # fmt: skip
             outs.append(o[first:])  # single spans come first and hold one query each
             lses.append(lse[first:] * _LN2)
         out[first:] = merge_lse(outs, lses)[0].to(out.dtype)
+
+
+def _latent_support(dims: tuple[int, int], dtype: torch.dtype) -> Support:
+    if dims[0] > _MAX_LATENT[0] or dims[1] > _MAX_LATENT[1]:
+        return Support(False, f"latent rows of {dims} channels exceed {_MAX_LATENT}")
+    return Support(True, f"a Triton kernel reads each latent row of {dims} channels once, {dtype}")
 
 
 def _keys(view: AttentionView, layer: LayerSpec) -> list[Keys]:

@@ -49,4 +49,6 @@ class GeGLU(SwiGLU):
     """down(gelu(gate(x)) * up(x)) with the tanh approximation of gelu (Gemma)."""
 
     def mix(self, gate: Tensor, up: Tensor) -> Tensor:
+        if gate.device.type == "cpu":
+            return cpu.gelu_mul(gate, up)
         return F.gelu(gate, approximate="tanh") * up

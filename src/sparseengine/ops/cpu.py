@@ -8,7 +8,7 @@ costs 3. Rows are computed one by one: a row's bits do not depend on the others.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _THREADED_ELEMENTS = 1 << 15  # fewer are done by the calling thread
-_RMS_NORM, _ROTATE, _SILU_MUL = range(3)
+_RMS_NORM, _ROTATE, _SILU_MUL, _GELU_MUL = range(4)
 
 
 @cache
@@ -92,6 +92,20 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     kernel = _compiled(gate, up)
     if kernel is None or gate.dim() != 2:
         return F.silu(gate) * up
+    return _gated(gate, up, _SILU_MUL, kernel.silu_mul_rows, kernel)
+
+
+def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, both [T, size], with the tanh approximation of gelu."""
+    kernel = _compiled(gate, up)
+    if kernel is None or gate.dim() != 2:
+        return F.gelu(gate, approximate="tanh") * up
+    return _gated(gate, up, _GELU_MUL, kernel.gelu_mul_rows, kernel)
+
+
+def _gated(
+    gate: Tensor, up: Tensor, number: int, rows_of: Callable[..., None], kernel: ModuleType
+) -> Tensor:
     rows, size = gate.shape
     out = torch.empty(gate.shape)
     words = (
@@ -102,8 +116,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
         size,
         out.data_ptr(),
     )
-    if rows * size < _THREADED_ELEMENTS or not kernel.run_threaded(_SILU_MUL, rows, 0.0, words):
-        kernel.silu_mul_rows(*words, 0, rows)
+    if rows * size < _THREADED_ELEMENTS or not kernel.run_threaded(number, rows, 0.0, words):
+        rows_of(*words, 0, rows)
     return out
 
 

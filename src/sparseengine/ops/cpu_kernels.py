@@ -21,6 +21,7 @@ from sparseengine.ops.native import (
 )
 
 _LOG2_E = np.float32(math.log2(math.e))
+_GELU, _CUBE = np.float32(2 * math.sqrt(2 / math.pi)), np.float32(0.044715)
 _TINY = np.float32(-126.0)  # the least exponent of a normal float32
 # Minimax polynomial of 2 ** x on [-0.5, 0.5]; relative error 1e-7.
 _C6, _C5, _C4, _C3, _C2, _C1 = (
@@ -101,12 +102,36 @@ def silu_mul_rows(
     powers = np.empty(size, np.int32)
     for row in range(first, last):
         g, u = gates[row * by_gate : row * by_gate + size], ups[row * by_up : row * by_up + size]
-        place = places[row * size : (row + 1) * size]
         for i in range(size):
             minus[i] = -g[i]
-        exp_in_place(minus, size, np.float32(0), powers)
+        _gate(g, u, minus, powers, size, places[row * size : (row + 1) * size])
+
+
+@njit(**JIT)
+def gelu_mul_rows(
+    gate: int, by_gate: int, up: int, by_up: int, size: int, out: int, first: int, last: int
+) -> None:
+    """out = gelu(gate) * up with gelu's tanh approximation, where 1 + tanh(x) = 2 sigmoid(2 x)."""
+    gates, ups, places = (
+        carray(as_f32(gate), FAR),
+        carray(as_f32(up), FAR),
+        carray(as_f32(out), FAR),
+    )
+    minus = np.empty(size, np.float32)
+    powers = np.empty(size, np.int32)
+    for row in range(first, last):
+        g, u = gates[row * by_gate : row * by_gate + size], ups[row * by_up : row * by_up + size]
         for i in range(size):
-            place[i] = g[i] / (np.float32(1.0) + minus[i]) * u[i]
+            minus[i] = -_GELU * g[i] * (np.float32(1) + _CUBE * g[i] * g[i])
+        _gate(g, u, minus, powers, size, places[row * size : (row + 1) * size])
+
+
+@njit(**JIT)
+def _gate(g: Any, u: Any, minus: Any, powers: Any, size: int, place: Any) -> None:
+    """place = g / (1 + exp(minus)) * u; minus is overwritten."""
+    exp_in_place(minus, size, np.float32(0), powers)
+    for i in range(size):
+        place[i] = g[i] / (np.float32(1.0) + minus[i]) * u[i]
 
 
 @njit(**JIT)
@@ -174,6 +199,8 @@ def _entry(words: Any) -> None:
             rms_norm_rows(a[5], a[6], a[7], a[8], a[9], eps, a[10], a[11], first, last)
         elif kernel == 1:
             rotate_rows(a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13], first, last)
+        elif kernel == 3:
+            gelu_mul_rows(a[5], a[6], a[7], a[8], a[9], a[10], first, last)
         else:
             silu_mul_rows(a[5], a[6], a[7], a[8], a[9], a[10], first, last)
 

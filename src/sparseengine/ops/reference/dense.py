@@ -23,7 +23,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     tile = max(1, _LOGITS // (q.shape[1] * length))
     key = torch.arange(length, device=q.device)
     for lo in range(0, num_q, tile):
-        part = q[lo : lo + tile].to(dtype).transpose(0, 1).unflatten(0, (heads, -1))  # [H, g, n, D]
+        part = q[lo : lo + tile].to(dtype).transpose(0, 1)
+        part = torch.unflatten(part, 0, (heads, -1))  # [H, g, n, D]
         logits = part @ keys * scale
         if softcap:
             logits = torch.tanh(logits / softcap) * softcap

@@ -64,6 +64,22 @@ def plan_splits(rows: int, max_len: int, processors: int) -> tuple[int, int]:
     return max(1, min(-(-max_len // tokens), _MAX_SPLITS)), tokens
 
 
+def capped(scale: float, softcap: float) -> tuple[float, float]:
+    """(factor of q.k, bound) as `soft_cap` takes them, from a layer's scale and cap (0: none)."""
+    if not softcap:
+        return scale * _LOG2E, 0.0
+    return 2 * scale / softcap * _LOG2E, softcap * _LOG2E
+
+
+@triton.jit
+def soft_cap(s, factor, bound, SOFTCAP: tl.constexpr):
+    """Products q.k -> logits in log2 units; with SOFTCAP bound * tanh(q.k * scale / cap)."""
+    s = s * factor
+    if SOFTCAP:
+        s = bound - 2 * bound / (tl.exp2(s) + 1)
+    return s
+
+
 @triton.jit
 def _row_place(
     lens,
@@ -91,10 +107,11 @@ def _row_place(
 
 @triton.jit
 def _tile(
-    x, k, v, table, n0, bound, visible, first_seen, peak, norm, acc, scale,
+    x, k, v, table, n0, bound, visible, first_seen, peak, norm, acc, scale, cap,
     k_sn, k_sp, v_sn, v_sp,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend to row slots n0.. of one tile; online softmax in log2 units.
 
@@ -114,7 +131,7 @@ def _tile(
         )
     else:
         keys = tl.load(k + k_at[:, None] + d[None, :])
-    s = tl.dot(x, tl.trans(keys), input_precision=PRECISION) * scale
+    s = soft_cap(tl.dot(x, tl.trans(keys), input_precision=PRECISION), scale, cap, SOFTCAP)
     if MASK == 1:
         s = tl.where(ok[None, :], s, float("-inf"))
     if MASK == 2:
@@ -149,13 +166,13 @@ _VARYING_POINTERS = ["table", "lens", "total", "base", "cu_q"]
 )
 def _decode_kernel(
     q, k, v, table, lens, total, base, out, lse,
-    scale, window, splits, split_tokens, first_split, all_splits,
+    scale, cap, window, splits, split_tokens, first_split, all_splits,
     q_st, q_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp, table_ss, table_sg, lens_ss, lens_sg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for its query group. out [S, Hq, splits, Dv], lse [S, Hq, splits]."""
     span, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
@@ -192,8 +209,8 @@ def _decode_kernel(
         acc = tl.zeros([BLOCK_G, BLOCK_V], tl.float32)
         for n0 in range(lo, hi, BLOCK_N):
             peak, norm, acc = _tile(
-                x, k, v, table, n0, hi, hi, 0, peak, norm, acc, scale, k_sn, k_sp, v_sn, v_sp,
-                DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 1, PRECISION,
+                x, k, v, table, n0, hi, hi, 0, peak, norm, acc, scale, cap, k_sn, k_sp, v_sn, v_sp,
+                DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 1, SOFTCAP, PRECISION,
             )  # fmt: skip
         acc = acc / norm[:, None]
         tl.store(lse + to, peak + tl.log2(norm), mask=g < GROUP)
@@ -235,8 +252,9 @@ def _merge_kernel(
 
 
 def paged_decode(
-    q: Tensor, segments: list[Keys], out: Tensor, scale: float, window: int | None, max_len: int
-) -> None:
+    q: Tensor, segments: list[Keys], out: Tensor, scale: float, window: int | None, max_len: int,
+    softcap: float = 0.0,
+) -> None:  # fmt: skip
     """One query per span: q [S, Hq, D] over its rows, into out [S, Hq, Dv] (every element written).
 
     max_len: host bound of the rows' length. Splits of all segments share one merge.
@@ -254,7 +272,7 @@ def paged_decode(
     lse = torch.empty(spans, q_heads, total, dtype=torch.float32, device=q.device)
     first = 0
     for keys, plan in zip(segments, splits, strict=True):
-        _launch_decode(q, keys, part, lse, scale, window, plan, first)
+        _launch_decode(q, keys, part, lse, (scale, softcap), window, plan, first)
         first += plan[0]
     _merge_kernel[(spans * q_heads,)](
         part, lse, out, total, *out.stride()[:2], Q_HEADS=q_heads, VDIM=value_dim,
@@ -276,8 +294,8 @@ def _fitted(tuning: Tuning, keys: Keys, channels: int) -> Tuning:
 
 
 def _launch_decode(
-    q: Tensor, keys: Keys, part: Tensor, lse: Tensor, scale: float, window: int | None,
-    splits: tuple[int, int], first: int,
+    q: Tensor, keys: Keys, part: Tensor, lse: Tensor, logits: tuple[float, float],
+    window: int | None, splits: tuple[int, int], first: int,
 ) -> None:  # fmt: skip
     spans, q_heads, dim = q.shape
     kv_heads, value_dim = _kv_heads(keys), part.shape[3]
@@ -286,24 +304,25 @@ def _launch_decode(
     tuning = _fitted(DECODE, keys, block_d + block_v)
     _decode_kernel[(spans * kv_heads, splits[0])](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, part, lse,
-        scale * _LOG2E, window or 0, *splits, first, part.shape[2],
+        *capped(*logits), window or 0, *splits, first, part.shape[2],
         *q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=dim, BLOCK_D=block_d, VDIM=value_dim, BLOCK_V=block_v,
         PAGE=keys.page_size, BLOCK_N=tuning.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
-        MULTI=keys.total is not None, WINDOW=window is not None,
+        MULTI=keys.total is not None, WINDOW=window is not None, SOFTCAP=logits[1] != 0,
         PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
 
 
 @triton.jit
 def _walk(
-    x, k, v, table, start, full, end, length, visible, first_seen, scale,
+    x, k, v, table, start, full, end, length, visible, first_seen, scale, cap,
     k_sn, k_sp, v_sn, v_sp,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Row slots [start, full), which every query sees, then [full, end) under the causal mask."""
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -312,13 +331,13 @@ def _walk(
     for n0 in range(start, full, BLOCK_N):
         # `length`, though all slots lie below `full`: a bound that the compiler can prove costs 7 %
         peak, norm, acc = _tile(
-            x, k, v, table, n0, length, visible, first_seen, peak, norm, acc, scale,
-            k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 0, PRECISION,
+            x, k, v, table, n0, length, visible, first_seen, peak, norm, acc, scale, cap, k_sn,
+            k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 0, SOFTCAP, PRECISION,
         )  # fmt: skip
     for n0 in range(full, end, BLOCK_N):
         peak, norm, acc = _tile(
-            x, k, v, table, n0, end, visible, first_seen, peak, norm, acc, scale,
-            k_sn, k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 2, PRECISION,
+            x, k, v, table, n0, end, visible, first_seen, peak, norm, acc, scale, cap, k_sn,
+            k_sp, v_sn, v_sp, DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_N, 2, SOFTCAP, PRECISION,
         )  # fmt: skip
     return peak, norm, acc
 
@@ -341,14 +360,14 @@ def _key_range(
     do_not_specialize=[*_VARYING, "first_span"], do_not_specialize_on_alignment=_VARYING_POINTERS
 )
 def _prefill_kernel(
-    q, k, v, table, lens, total, base, cu_q, out, lse, scale, window, first_span,
+    q, k, v, table, lens, total, base, cu_q, out, lse, scale, cap, window, first_span,
     q_st, q_sh, o_st, o_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp,
     table_ss, table_sg, lens_ss, lens_sg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
-    WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A tile of BLOCK_M (query, head of the group) pairs of one span and one KV head.
 
@@ -386,9 +405,9 @@ def _prefill_kernel(
             k += head * k_sh
             v += head * v_sh
         peak, norm, acc = _walk(
-            x, k, v, table, start, full, end, length, visible, first_seen, scale,
+            x, k, v, table, start, full, end, length, visible, first_seen, scale, cap,
             k_sn, k_sp, v_sn, v_sp,
-            DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_M, BLOCK_N, PRECISION,
+            DIM, BLOCK_D, VDIM, BLOCK_V, PAGE, BLOCK_M, BLOCK_N, SOFTCAP, PRECISION,
         )  # fmt: skip
         safe = tl.where(norm > 0, norm, 1.0)
         acc = acc / safe[:, None]
@@ -413,6 +432,7 @@ def paged_prefill(
     *,
     max_q: int,
     first_span: int = 0,
+    softcap: float = 0.0,
 ) -> None:
     """Spans first_span.. of q [T, Hq, D] over one segment, into out [T, Hq, Dv].
 
@@ -430,12 +450,12 @@ def paged_prefill(
     tuning = _fitted(tuning, keys, block_d + block_v)
     _prefill_kernel[(triton.cdiv(max_q * group, tuning.pairs), kv_heads, spans)](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, cu_q, out, lse,
-        scale * _LOG2E, window or 0, first_span,
+        *capped(scale, softcap), window or 0, first_span,
         *q.stride()[:2], *out.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
         *keys.table.stride()[:2], *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, DIM=dim, BLOCK_D=block_d, VDIM=value_dim, BLOCK_V=block_v,
         PAGE=keys.page_size, BLOCK_M=tuning.pairs, BLOCK_N=tuning.keys,
         ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
-        MULTI=keys.total is not None, WINDOW=window is not None, PRECISION=dot_precision(q.dtype),
-        num_warps=tuning.warps, num_stages=tuning.stages,
+        MULTI=keys.total is not None, WINDOW=window is not None, SOFTCAP=softcap != 0,
+        PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
