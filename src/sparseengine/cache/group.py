@@ -73,15 +73,14 @@ class GroupCache:
             self.mirror[self.upload(at)] = self.upload(self.rows.tables.arena[at])
 
     def _replace_mirror(self, host: Tensor) -> None:
-        """Take over a new arena, in place when it fits. The last entry is kept for the trash page.
-
-        Room for several entries per page of the pool is made at once, so that it nearly always fits.
-        """
+        """Take over a new arena, in place when it fits beside the trash page's entry, the last."""
         if host.numel() >= self.mirror.numel():
-            room = max(2 * host.numel(), _ARENA_ENTRIES * self.pool.num_pages)
-            self.mirror = torch.zeros(room + 1, dtype=torch.int32, device=self.device)
-            self.arena_moves += 1
+            self._make_mirror(2 * host.numel())
         self.mirror[: host.numel()].copy_(host)
+
+    def _make_mirror(self, entries: int) -> None:
+        self.mirror = torch.zeros(entries + 1, dtype=torch.int32, device=self.device)
+        self.arena_moves += 1
 
     def upload(self, array: Index | Ints) -> Tensor:
         return upload(array, self.device)
@@ -132,14 +131,35 @@ class GroupCache:
     def make_static(self, max_rows: int) -> None:
         """Buffers for captured decode steps of up to `max_rows` requests."""
         self.static = StaticStep(max_rows, self.geo.rows, self.device)
+        host = torch.from_numpy(self.rows.tables.arena)
+        room = _ARENA_ENTRIES * self.pool.num_pages  # nearly always enough: its address is kept
+        self._make_mirror(max(room, host.numel()))
+        self.mirror[: host.numel()].copy_(host)
 
     def load_static(self, bucket: int) -> None:
         """Bring the step that `commit` prepared into the buffers, padded to `bucket` requests."""
-        assert self.static is not None and self._draft is not None
+        assert self.static is not None, "make_static comes first"
+        assert self._draft is not None, "reserve(plan) comes first"
         draft, tables = self._draft, self.rows.tables
         trash = self.mirror.numel() - 1
         places = tables.base[draft.slots], tables.width[draft.slots]
         self.static.load(draft.new, *places, bucket, trash)
+
+    def clear_static(self, bucket: int) -> None:
+        """One token of the trash page for every row."""
+        assert self.static is not None, "make_static comes first"
+        none, at = np.zeros((0, self.geo.rows), np.int32), np.zeros(0, np.int64)
+        self.static.load(none, at, at, bucket, self.mirror.numel() - 1)
+
+    def swap_step(self, step: StepTensors | None) -> StepTensors | None:
+        """Make `step` the current one; returns the one before."""
+        before, self._step = self._step, step
+        return before
+
+    def longest(self) -> Ints:
+        """int32 [S]: the longest row of each chunk of the committed step."""
+        assert self._draft is not None, "reserve(plan) comes first"
+        return np.asarray(self._draft.new.max(1, initial=0), np.int32)
 
     def use_static(self, bucket: int, max_len: int, host_len: int) -> None:
         """Make the buffers the current step, for a capture: what follows reads them.
@@ -237,7 +257,7 @@ class GroupCache:
         self.sync_tables()
         live = self.rows.live_entries(slots)
         mirror, arena = self.mirror.cpu().numpy(), self.rows.tables.arena
-        assert mirror.shape == arena.shape, "the device tables have another size"
+        assert mirror.size >= arena.size, "the device tables are smaller"
         assert np.array_equal(mirror[live], arena[live]), "the device tables are out of date"
 
 

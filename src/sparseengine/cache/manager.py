@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from sparseengine.cache.pool import PagePool
 from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
+from sparseengine.cache.tables import Ints
 from sparseengine.cache.tensors import StepTensors, Tokens
 from sparseengine.core.cache import PrefixHit, Usage
 from sparseengine.core.method import SealedPages
@@ -247,18 +249,42 @@ class PagedCache:
         for g in self.groups:
             g.load_static(bucket)
 
-    def use_static(self, plan: StepPlan, max_len: int, host_len: int) -> None:
-        """Let a capture of `plan`, whose requests are made up, read from those addresses.
+    def clear_static(self, bucket: int, budget: int | None) -> None:
+        """Every row is one token of the trash page, every budget the given one."""
+        self._static_budgets[:bucket] = budget or 0
+        for g in self.groups:
+            g.clear_static(bucket)
 
-        max_len: no row of a replayed step will be longer. host_len: the row length that host code
-        is told meanwhile.
+    @contextmanager
+    def static_step(self, plan: StepPlan, max_len: int, host_len: int) -> Iterator[None]:
+        """Let those addresses be the current step, for a plan of made-up decodes.
+
+        What is derived from them is device work, and part of a capture in whose course this is
+        entered. max_len: no row of a replayed step will be longer. host_len: the row length that
+        host code is told.
         """
         bucket = len(plan.chunks)
+        before = self._plan, self._tokens, self._budgets
+        steps = [g.swap_step(None) for g in self.groups]
         self._begin(plan, Tokens(np.ones(bucket, np.int64), self.device))
-        self._budgets = self._static_budgets[:bucket]
         self._tokens.place(self._static_cu_q[: bucket + 1])
-        for g in self.groups:
-            g.use_static(bucket, max_len, host_len)
+        self._budgets = self._static_budgets[:bucket]
+        try:
+            for g in self.groups:
+                g.use_static(bucket, max_len, host_len)
+            yield
+        finally:
+            for g, step in zip(self.groups, steps, strict=True):
+                g.swap_step(step)
+            if before[0] is not None:
+                self._begin(before[0], before[1])
+            self._budgets = before[2]
+
+    def longest_rows(self) -> Ints:
+        """int32 [S]: the longest row of each chunk of the reserved step, outside WINDOW layers."""
+        found = [g.longest() for g in self.groups if g.geo.window is None]
+        found = found or [g.longest() for g in self.groups]
+        return np.asarray(np.max(found, axis=0), np.int32)
 
     @property
     def static_version(self) -> int:

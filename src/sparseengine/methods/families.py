@@ -301,6 +301,11 @@ class SelectionMethod(Method):
         width = min(limits.width, columns)
         return Selection(mask_to_columns(top_mask(scores, count, width), width))
 
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        budgets = [c.request.budget or 0 for c in plan.chunks]
+        exceeds = any(n > b for n, b in zip(lens, budgets, strict=True))
+        return max(budgets) if exceeds and self.layers else None
+
     def _limits(self, at: LayerStep) -> _Limits | None:
         """What this step's requests may read; None when all of them read everything.
 
