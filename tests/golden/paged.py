@@ -62,7 +62,14 @@ class PagedRun:
     def step(
         self, chunks: Mapping[int, Sequence[int]], purpose: Purpose | None = None
     ) -> list[Tensor]:
-        """One step with a chunk for some requests; each chunk's logits [T, vocab].
+        """One step with a chunk for some requests; each chunk's logits [T, vocab]."""
+        return [self.model.logits(hidden) for hidden in self.hidden(chunks, purpose)]
+
+    @torch.inference_mode()
+    def hidden(
+        self, chunks: Mapping[int, Sequence[int]], purpose: Purpose | None = None
+    ) -> list[Tensor]:
+        """One step with a chunk for some requests; each chunk's hidden states [T, hidden].
 
         Tokens after a request's prompt are decodes, one to a chunk, and come first in the step.
         """
@@ -76,10 +83,10 @@ class PagedRun:
             planned.append(Chunk(request, tuple(ids), start, kind, True))
         plan = StepPlan(tuple(planned))
         self.cache.reserve(plan)
-        logits: Tensor = self.model.logits(self.runner.forward(plan))
+        hidden = self.runner.forward(plan)
         self.controller.end_step(plan)
         self.cache.check()
-        return list(torch.split(logits, [len(chunk.tokens) for chunk in planned]))
+        return list(torch.split(hidden, [len(chunk.tokens) for chunk in planned]))
 
 
 def paged_logits(

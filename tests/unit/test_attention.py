@@ -197,8 +197,8 @@ def test_cuda_takes_triton_and_keeps_reasons_for_all() -> None:
         (HOPPER, {"dtype": torch.float64}, "float64"),
         (
             HOPPER,
-            {"layer": LayerSpec(kind=LayerKind.LATENT, q_heads=8, kv_heads=1, head_dim=576)},
-            "576",
+            {"layer": LayerSpec(kind=LayerKind.LATENT, q_heads=8, kv_heads=1, head_dim=640)},
+            "640",
         ),
     ],
 )

@@ -175,4 +175,4 @@ def test_buckets_cover_every_size() -> None:
     assert row_buckets(20) == [1, 2, 4, 8, 16, 20]
     assert row_buckets(320)[-2:] == [288, 320]
     assert len_buckets(2000) == [2000]
-    assert len_buckets(40960) == [4096, 32768, 40960]
+    assert len_buckets(40960) == [4096, 8192, 16384, 32768, 40960]

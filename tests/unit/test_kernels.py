@@ -40,6 +40,22 @@ def test_splits_fill_the_device_but_stay_long_enough() -> None:
             assert splits == 256 or splits * tokens >= max_len
 
 
+def test_splits_of_latent_rows_fill_whole_waves() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed on this platform")
+    from sparseengine.ops.triton.latent import plan_waves
+
+    assert plan_waves(78, 16384, 132) == (10, 1639)  # 780 programs in 3 waves of 264
+    assert plan_waves(512, 2048, 132) == (1, 2048)  # 512 in 2 waves
+    assert plan_waves(8, 32768, 132) == (33, 993)  # one wave
+    assert plan_waves(5000, 0, 132) == (1, 1)
+    for programs in (1, 3, 64, 5000):
+        for max_len in (1, 255, 257, 4096, 131072, 1 << 20):
+            splits, tokens = plan_waves(programs, max_len, 132)
+            assert 1 <= splits <= 256
+            assert splits * tokens >= max_len
+            assert tokens <= 4096 or splits == 256
+
+
 def test_launch_shapes_fit_the_shared_memory() -> None:
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
     from sparseengine.ops.triton.attention import DECODE, PREFILL, PREFILL_SHORT, PREFILL_WIDE

@@ -147,6 +147,8 @@ def test_gemma3_with_few_fields_has_the_published_sizes() -> None:
     local = (LayerKind.WINDOW, 8, 4, 256, 1024)
     assert layers[:6] == [local] * 5 + [(LayerKind.FULL, 8, 4, 256, None)]
     assert len(layers) == 34
+    longer = model_spec({**config, "max_position_embeddings": 262144}, torch.bfloat16)
+    assert longer.max_position == 262144
 
 
 def test_early_phi3_configs_call_longrope_by_other_names() -> None:

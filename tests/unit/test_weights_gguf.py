@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGMLQuantizationType, GGUFWriter
 
 from fixtures.gguf_writer import write_gguf
 from fixtures.tiny import VOCAB, DenseContext, reference_model
+from golden.paged import paged_logits
 from sparseengine.config import ModelConfig
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model, model_spec
+from sparseengine.weights import hub
 from sparseengine.weights.gguf_file import FORMATS, Skipped, read_header
 from sparseengine.weights.source import open_model
 
@@ -212,6 +214,16 @@ def test_logits_of_a_float_file_equal_the_model(family: str, tied: bool, tmp_pat
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_logits_of_a_gemma_file_equal_the_model(family: str, tmp_path: Path) -> None:
+    """Windows, both rotations, query scaling and soft caps follow from the metadata."""
+    model = small_model(family)
+    path, ids = write_gguf(tmp_path / "m.gguf", model, family), list(range(40))
+    with torch.inference_mode():
+        expected = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(paged_logits(path, ids, [25, 15]), expected, rtol=0, atol=1e-4)
+
+
 def test_metadata_becomes_a_config(tmp_path: Path) -> None:
     model = reference_model("qwen3", tie_word_embeddings=True)
     fields = {
@@ -304,3 +316,70 @@ def test_missing_field_and_missing_tensor_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b"llama.block_count", b"llama.block_cound"))
     with pytest.raises(ConfigError, match=r"GGUF field llama.block_count is missing"):
         open_model(ModelConfig(model=str(path)))
+
+
+# ── Gemma's tokenizer ─────────────────────────────────────────────────────────────────────────────
+
+PIECES = {
+    **dict.fromkeys(["<pad>", "<eos>", "<bos>", "<unk>"], 3),
+    **dict.fromkeys(["\n\n", "  "], 4),
+    **dict.fromkeys([f"<0x{byte:02X}>" for byte in range(256)], 6),
+    **dict.fromkeys(["▁f", "ox", "▁fo", "▁fox", "▁", "f", "o", "x", "\n"], 1),
+}
+
+
+def write_gemma_tokenizer(path: Path, **fields: Any) -> Path:
+    """A GGUF file without tensors, with a vocabulary as llama.cpp writes Gemma's."""
+    writer = GGUFWriter(path, "gemma3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(list(PIECES))
+    writer.add_token_types(list(PIECES.values()))
+    for name, number in (("bos", 2), ("eos", 1), ("unknown", 3), ("padding", 0)):
+        writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+    writer.add_bool("tokenizer.ggml.add_bos_token", fields.get("add_bos", True))
+    if "template" in fields:
+        writer.add_chat_template(fields["template"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return path
+
+
+def test_gemma_tokenizer_merges_what_the_vocabulary_ranks_first(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_gemma_tokenizer(tmp_path / "m.gguf", template="T{{ messages }}")
+    hub.convert_tokenizer(path, tmp_path / "tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    names = tokenizer.convert_ids_to_tokens
+    assert names(tokenizer("f fox").input_ids) == ["<bos>", "f", "▁fox"]
+    assert names(tokenizer("x ofox").input_ids) == ["<bos>", "x", "▁", "o", "f", "ox"]
+    assert names(tokenizer("fé\n\nx<eos>").input_ids) == [
+        *("<bos>", "f", "<0xC3>", "<0xA9>", "\n\n", "x", "<eos>")
+    ]
+    assert names(tokenizer("x  x", add_special_tokens=False).input_ids) == ["x", "▁▁", "x"]
+    for text in ("fox  fox\n\n", " é x"):
+        assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
+    found = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert found == (2, 1, 0)
+    assert tokenizer.chat_template == "T{{ messages }}"
+
+
+def test_gemma_tokenizer_without_bos_or_vocabulary(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    path = write_gemma_tokenizer(tmp_path / "m.gguf", add_bos=False)
+    hub.convert_tokenizer(path, tmp_path / "tokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path / "tokenizer")("fox").input_ids[0] != 2
+    path.write_bytes(path.read_bytes().replace(b"tokenizer.ggml.token_type", b"x" * 25))
+    with pytest.raises(ConfigError, match="holds no vocabulary"):
+        hub.convert_tokenizer(path, tmp_path / "none")
+
+
+def test_a_tensor_listed_twice_is_named(tmp_path: Path) -> None:
+    """Two entries of one name, as a broken converter may write them."""
+    path = write_gguf(tmp_path / "m.gguf", reference_model("llama"), "llama")
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight"))
+    source = open_model(ModelConfig(model=str(path)))
+    with pytest.raises(ConfigError, match=r"the tensor model.layers.0.mlp.up_proj.weight twice"):
+        load_model(source, model_spec(source.hf_config, torch.float32))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from fixtures.tiny import save_tiny
+from fixtures.tiny import VOCAB, save_tiny
 from sparseengine.config import ModelConfig
 from sparseengine.errors import ConfigError, UnsupportedError
 from sparseengine.models import load_model, model_spec
@@ -41,11 +44,11 @@ def edit_config(folder: Path, **values: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
 
-def shard(folder: Path) -> dict[str, str]:
-    """Rewrite as two indexed shards; returns the weight map."""
+def shard(folder: Path, count: int = 2) -> dict[str, str]:
+    """Rewrite as indexed shards; returns the weight map."""
     tensors = load_file(folder / "model.safetensors")
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    weight_map = {name: names[i % 2] for i, name in enumerate(tensors)}
+    names = [f"model-0000{i + 1}-of-0000{count}.safetensors" for i in range(count)]
+    weight_map = {name: names[i % count] for i, name in enumerate(tensors)}
     for part in names:
         save_file({n: t for n, t in tensors.items() if weight_map[n] == part}, folder / part)
     (folder / "model.safetensors").unlink()
@@ -110,7 +113,9 @@ def test_a_tensor_in_two_shards_is_named(folder: Path) -> None:
     other = next(p for p in set(weight_map.values()) if p != weight_map[UP])
     tensors = load_file(folder / other)
     save_file({**tensors, UP: torch.zeros(96, 64)}, folder / other)
-    with pytest.raises(ConfigError, match=f"holds the tensor {UP} twice"):
+    with pytest.raises(
+        ConfigError, match=f"holds the tensor {UP} twice: in .*1-of.* and in .*2-of"
+    ):
         load(folder)
 
 
@@ -216,6 +221,166 @@ def test_head_dim_is_explicit_or_derived() -> None:
     qwen = {**base, "architectures": ["Qwen3ForCausalLM"]}
     assert model_spec(qwen, torch.float32).layers[0].head_dim == 128
     assert model_spec(llama, torch.float32).layers[0].kv_heads == 4
+
+
+# ── experts: one matrix each, or all of a layer in one tensor ─────────────────────────────────────
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> Path:
+    """A tiny Qwen3-MoE with a matrix per expert, as it is published."""
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        mlp_only_layers=[],
+    )
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "experts")
+    edit_tensors(tmp_path / "experts", lambda t: apart(t, 4))
+    return tmp_path / "experts"
+
+
+def apart(tensors: dict[str, Tensor], count: int) -> None:
+    """Split the stacks where a version of transformers has saved them so."""
+    for name in [n for n in tensors if n.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        owner, _, leaf = name.rpartition(".")
+        stack = tensors.pop(name)
+        for expert in range(count):
+            if leaf == "down_proj":
+                tensors[f"{owner}.{expert}.down_proj.weight"] = stack[expert]
+                continue
+            gate, up = stack[expert].chunk(2)
+            tensors[f"{owner}.{expert}.gate_proj.weight"] = gate
+            tensors[f"{owner}.{expert}.up_proj.weight"] = up
+
+
+def stacked(tensors: dict[str, Tensor], layer: int) -> None:
+    """The layout that transformers may save: gate over up, all experts in one tensor."""
+    owner = f"model.layers.{layer}.mlp.experts"
+    taken = [
+        [tensors.pop(f"{owner}.{i}.{part}_proj.weight") for part in ("gate", "up", "down")]
+        for i in range(4)
+    ]
+    tensors[f"{owner}.gate_up_proj"] = torch.stack([torch.cat(t[:2]) for t in taken])
+    tensors[f"{owner}.down_proj"] = torch.stack([t[2] for t in taken])
+
+
+def stacks_of(model: nn.Module) -> list[Tensor]:
+    return [s for m in model.model.layers for s in m.mlp.experts.parameters()]  # type: ignore
+
+
+def test_experts_load_alike_from_either_layout(experts: Path) -> None:
+    alone = stacks_of(load(experts))
+    edit_tensors(experts, lambda t: stacked(t, 1))
+    mixed = stacks_of(load(experts))
+    assert len(alone) == 4
+    assert all(torch.equal(a, b) for a, b in zip(alone, mixed, strict=True))
+    first = load_file(experts / "model.safetensors")["model.layers.0.mlp.experts.2.up_proj.weight"]
+    assert torch.equal(alone[0][2, 16:], first)
+
+
+def test_experts_stored_in_both_layouts_are_refused(experts: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    held = load_file(experts / "model.safetensors")[name]
+    edit_tensors(experts, lambda t: (stacked(t, 1), t.update({name: held})))
+    with pytest.raises(ConfigError, match=r"holds the tensor model.layers.1.mlp.experts.* twice"):
+        load(experts)
+
+
+def test_a_missing_expert_and_a_wrong_stack_are_named(experts: Path) -> None:
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    edit_tensors(experts, lambda t: (stacked(t, 0), t.pop(name)))
+    with pytest.raises(ConfigError, match=f"lacks 1 tensor that the model needs: {name}"):
+        load(experts)
+    edit_tensors(experts, lambda t: t.update({STACK: t[STACK][:, :-1]}))
+    with pytest.raises(
+        ConfigError, match=rf"{STACK} has shape \(4, 31, 32\), .* asks for \(4, 32, 32\)"
+    ):
+        load(experts)
+
+
+STACK = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+# ── quantised tensors that no config announces ────────────────────────────────────────────────────
+
+
+def test_quantised_tensors_without_a_config_are_recognised(folder: Path) -> None:
+    edit_tensors(folder, lambda t: t.update({f"{UP}_scale": torch.ones(1)}))
+    with pytest.raises(ConfigError, match="these names belong to a quantised checkpoint"):
+        load(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_a_tensor_of_a_quantised_dtype_is_named(folder: Path, dtype: torch.dtype) -> None:
+    edit_tensors(folder, lambda t: t.update({UP: t[UP].to(dtype)}))
+    with pytest.raises(ConfigError, match=f"tensor {UP} is stored as {dtype}, which belongs"):
+        load(folder)
+
+
+# ── memory ────────────────────────────────────────────────────────────────────────────────────────
+
+MEASURE = """
+import sys
+from pathlib import Path
+
+import torch
+
+from sparseengine.config import ModelConfig
+from sparseengine.models import load_model, model_spec
+from sparseengine.weights.source import open_model
+
+
+def held(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+for folder in sys.argv[1:]:  # the first one loads every library
+    source = open_model(ModelConfig(model=folder))
+    spec = model_spec(source.hf_config, torch.float32)
+    before = held("VmRSS")
+    model = load_model(source, spec)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(weights, held("VmHWM") - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+def test_the_host_never_holds_a_second_model(folder: Path, tmp_path: Path) -> None:
+    """The peak while loading six shards: the model and at most one of them."""
+    large = save_tiny(
+        tmp_path / "large",
+        hidden_size=768,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+        vocab_size=4096,
+        num_attention_heads=12,
+        head_dim=64,
+    )
+    shard(large, count=6)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(folder), str(large)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    weights, peak = map(int, done.stdout.splitlines()[-1].split())
+    largest = max(f.stat().st_size for f in large.glob("*.safetensors"))
+    assert weights > 100e6
+    assert largest < 0.25 * weights
+    noise = 4 << 20  # what the allocator keeps
+    assert peak < weights + largest + noise, f"{peak / weights:.2f} times the model"
 
 
 def test_at_most_two_tensors_are_alive_while_loading(folder: Path) -> None:

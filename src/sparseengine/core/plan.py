@@ -94,6 +94,7 @@ class StepPlan:
 class Demand(NamedTuple):
     """The only thing the scheduler learns about a method: tokens per row, averaged over rows.
 
+    Rows of WINDOW layers that the method does not act on are left out: the cache knows their bound.
     `peak_tokens`: the worst moment (prefill, before eviction). `steady_tokens`: while decoding,
     including every token generated up to max_tokens.
     """

@@ -26,7 +26,7 @@ from sparseengine.engine.controller import Controller
 from sparseengine.engine.model import Model
 
 _FIRST_LEN = 4096
-_LEN_GROWTH = 8  # row lengths are bucketed by powers of this: few graphs, empty splits are cheap
+_LEN_GROWTH = 2  # row lengths are bucketed by powers of this
 
 
 class Key(NamedTuple):

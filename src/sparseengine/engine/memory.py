@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparseengine.cache.manager import PagedCache
+from sparseengine.cache.manager import UNBOUNDED_TOKENS, PagedCache
 from sparseengine.cache.memory import pools_of, request_bytes
 from sparseengine.cache.plan import geometry
 from sparseengine.core.method import SparseMethod
@@ -122,7 +122,7 @@ def memory_table(
 ) -> MemoryTable:
     """`methods` by the label they are shown with; `budgets` resolved at the shown prompt length."""
     prompt_tokens = resolved.max_model_len - output_tokens
-    used = cache.memory()
+    used, room = cache.memory(), cache.free_tokens()
     return MemoryTable(
         device=str(resolved.device),
         weights=weights,
@@ -133,7 +133,7 @@ def memory_table(
         side_tensors=used.aux,
         tables=used.tables,
         total_pages=cache.total_pages(),
-        row_tokens=cache.free_tokens(),
+        row_tokens=room if room < UNBOUNDED_TOKENS else resolved.spec.max_position,
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         fits=tuple(

@@ -7,9 +7,9 @@ from dataclasses import fields
 from inspect import getdoc
 from typing import Any
 
-from sparseengine.core.method import SparseMethod
+from sparseengine.core.method import SparseMethod, Traits
 from sparseengine.core.params import SparseParams
-from sparseengine.core.specs import CacheGroup, ModelSpec
+from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec
 from sparseengine.errors import RequestError, UnsupportedError
 from sparseengine.registry import Registry
 
@@ -27,6 +27,8 @@ METHODS = Registry(
     },
     aliases={"dense": "full", "vanilla": "full"},
 )
+
+RUNS = "runs"
 
 
 def make_method(
@@ -76,14 +78,12 @@ def resolve_budget(
 
 def check_model(method: SparseMethod, model: ModelSpec) -> None:
     """Raise `UnsupportedError` with the reason if the method can do nothing for this model."""
-    kinds = method.traits.kinds
     present = {spec.kind for spec in model.layers}
-    if not present & kinds:
-        can = ", ".join(sorted(k.name for k in kinds))
+    if not present & method.traits.kinds:
         has = ", ".join(sorted(k.name for k in present))
         raise UnsupportedError(
             f"method {method.name!r} cannot run on this model",
-            [f"it acts on layers of kind {can}; the model has {has} layers only"],
+            [f"{_acts_on(method.traits)}; the model has {has} layers only"],
         )
     if getattr(method, "layers", None) == ():
         raise UnsupportedError(
@@ -110,6 +110,28 @@ def check_storage(method: SparseMethod, groups: Sequence[CacheGroup]) -> None:
                     "not started with; start the engine with this method and these knobs as its "
                     "default, or leave the knobs out"
                 )
+
+
+def _acts_on(traits: Traits) -> str:
+    return f"it acts on layers of kind {', '.join(sorted(k.name for k in traits.kinds))}"
+
+
+def kind_matrix() -> dict[str, dict[str, str]]:
+    """For every method and kind of layer with KV: RUNS, or why layers of that kind stay dense.
+
+    From traits alone. A model that has no layer a method acts on is refused with the same words.
+    """
+    kinds = [kind for kind in LayerKind if kind is not LayerKind.RECURRENT]
+    return {
+        name: {
+            kind.name: RUNS
+            if kind in traits.kinds
+            else f"{_acts_on(traits)}; {kind.name} layers stay dense"
+            for kind in kinds
+        }
+        for name in METHODS
+        for traits in (METHODS.get(name).traits,)
+    }
 
 
 def describe_methods() -> list[dict[str, Any]]:

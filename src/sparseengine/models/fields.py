@@ -18,6 +18,7 @@ _ARCHITECTURE_OF_TYPE = {
     "llama": "LlamaForCausalLM",
     "ministral": "MinistralForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",

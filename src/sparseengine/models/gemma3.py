@@ -83,11 +83,9 @@ class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
 
     @classmethod
     def filled(cls, config: Config) -> Config:
-        """`text_config` holds the language model's fields."""
+        """`text_config` holds the language model's fields; those beside it are overrides."""
         outer = {name: value for name, value in config.items() if name != "text_config"}
-        inner = config.get("text_config") or {}
-        kept = {n: v for n, v in inner.items() if n not in ("architectures", "model_type")}
-        return super().filled({**outer, **kept})
+        return super().filled({**(config.get("text_config") or {}), **outer})
 
     @classmethod
     def rename(cls, name: str) -> str:

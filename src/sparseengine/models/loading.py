@@ -31,6 +31,7 @@ MODELS = Registry(
         "LlamaForCausalLM": "sparseengine.models.llama:LlamaForCausalLM",
         "MinistralForCausalLM": "sparseengine.models.mistral:MinistralForCausalLM",
         "MistralForCausalLM": "sparseengine.models.mistral:MistralForCausalLM",
+        "MixtralForCausalLM": "sparseengine.models.mixtral:MixtralForCausalLM",
         "Phi3ForCausalLM": "sparseengine.models.phi3:Phi3ForCausalLM",
         "Qwen2ForCausalLM": "sparseengine.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "sparseengine.models.qwen3:Qwen3ForCausalLM",

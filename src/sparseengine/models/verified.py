@@ -31,6 +31,7 @@ VERIFIED: dict[str, Verified] = {
     "LlamaForCausalLM": Verified(logits=True, weights="SmolLM2-135M"),
     "MinistralForCausalLM": Verified(logits=True),
     "MistralForCausalLM": Verified(logits=True),
+    "MixtralForCausalLM": Verified(logits=True),
     "Phi3ForCausalLM": Verified(logits=True),
     "Qwen2ForCausalLM": Verified(logits=True),
     "Qwen3ForCausalLM": Verified(logits=True, device="qwen3-8b"),

@@ -28,7 +28,7 @@ from sparseengine.nn.norm import RMSNorm
 from sparseengine.nn.rope import Rotation
 
 _NORM_EPS = 1e-6  # of the norms inside the block, whatever the config says of the others
-_EXPANDED_BYTES = 1 << 29  # keys and values of a row that exist at one time, some heads at a time
+_EXPANDED_BYTES = 1 << 28  # keys and values of a row that exist at one time, some heads at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

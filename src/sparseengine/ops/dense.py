@@ -16,6 +16,9 @@ from torch.nn import functional as F
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CUDA_MAX_DIM = 256
+# cuDNN runs large parts more than twice as fast as torch's flash attention, but plans every new
+# pair of lengths for 50 to 90 ms. Parts of fewer operations than this win less back in a model.
+_CUDNN_OPERATIONS = 4e11
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | None:
@@ -38,8 +41,10 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | N
     if old:
         earlier = keys[:, :, :old], values[:, :, :old]
         old_out, old_lse = _fused(query, *earlier, scale, causal=False)
-        share = torch.sigmoid(old_lse - lse).unsqueeze(-1).to(out.dtype)  # weight of the old keys
-        out = torch.lerp(out, old_out, share)
+        # The old keys' weight is near 1 behind a long text: rounded to 16 bits, 1 - weight is lost.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        share = torch.sigmoid(old_lse - lse).unsqueeze(-1)
+        out = torch.lerp(out.to(wide), old_out.to(wide), share.to(wide)).to(q.dtype)
     return out[0, ..., :value_dim].transpose(0, 1)
 
 
@@ -55,7 +60,7 @@ def _fused(
         )
         return out, lse
     keys, values = _repeated(keys, query.shape[1]), _repeated(values, query.shape[1])
-    if _has_cudnn(query, keys, values, causal):
+    if _takes_cudnn(query, keys, values, causal):
         found: Any = aten._scaled_dot_product_cudnn_attention(
             query, keys, values, None, True, 0.0, causal, False, scale=scale
         )
@@ -67,7 +72,11 @@ def _fused(
     return found[0], found[1]
 
 
-def _has_cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
+def _takes_cudnn(query: Tensor, keys: Tensor, values: Tensor, causal: bool) -> bool:
+    _, heads, num_q, dim = query.shape
+    pairs = num_q * keys.shape[2] / (2 if causal else 1)
+    if 2 * heads * pairs * (dim + values.shape[3]) < _CUDNN_OPERATIONS:
+        return False
     params = torch.backends.cuda.SDPAParams(query, keys, values, None, 0.0, causal, False)
     return torch.backends.cuda.can_use_cudnn_attention(params, False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from sparseengine.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSpec:
@@ -17,8 +19,8 @@ class RouterSpec:
     `epsilon`; then they are multiplied by `scale`.
 
     The default masked_score never chooses an expert of a dropped group. Releases of transformers
-    before 5.24 use 0.0 for routers with a correction bias: that differs only where every expert
-    left in the choice scores below zero.
+    before 5.24 use 0.0 for routers with a correction bias: that differs only where an expert left
+    in the choice scores below zero. Raises ConfigError for numbers that no router can have.
     """
 
     num_experts: int
@@ -35,15 +37,18 @@ class RouterSpec:
 
     def __post_init__(self) -> None:
         if self.num_groups < 1 or self.num_experts % self.num_groups:
-            raise ValueError(
-                f"{self.num_experts} experts do not fall into {self.num_groups} groups"
+            raise ConfigError(
+                f"router: {self.num_experts} experts do not make {self.num_groups} equal groups"
             )
         if not 1 <= self.top_groups <= self.num_groups:
-            raise ValueError(f"top_groups {self.top_groups} is not within 1..{self.num_groups}")
+            raise ConfigError(f"router: top_groups {self.top_groups} is not 1 to {self.num_groups}")
         if not 1 <= self.top_k <= self.choices:
-            raise ValueError(f"top_k {self.top_k} is not within 1..{self.choices}")
+            raise ConfigError(
+                f"router: top_k {self.top_k} is not 1 to {self.choices}, the experts of "
+                f"{self.top_groups} of {self.num_groups} groups"
+            )
         if self.num_groups > 1 and self.group_score == "top2_sum" and self.group_size < 2:
-            raise ValueError("a group of one expert has no two best scores")
+            raise ConfigError("router: groups of one expert have no two best scores")
 
     @property
     def group_size(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -102,8 +103,8 @@ class GgufHeader:
 class _Cursor:
     """Reads little-endian values; running past the end means that the file is truncated."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.at = data, path, 0
+    def __init__(self, data: mmap.mmap, path: Path, longest: float = _SHORT_ARRAY) -> None:
+        self.data, self.path, self.at, self.longest = data, path, 0, longest
 
     def scalar(self, code: str) -> Any:
         size = struct.calcsize(code)
@@ -131,7 +132,7 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             item, length = self.scalar("<I"), self.scalar("<Q")
-            if length <= _SHORT_ARRAY:
+            if length <= self.longest:
                 return [self.value(item) for _ in range(length)]
             self._skip(item, length)
             return Skipped(length)
@@ -149,26 +150,44 @@ class _Cursor:
 
 def read_header(path: Path) -> GgufHeader:
     """Parse a GGUF file's header. Raises ConfigError for a truncated, damaged or other file."""
-    if path.stat().st_size < 24:
-        raise ConfigError(f"{path}: truncated GGUF file of {path.stat().st_size} bytes")
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:4] != b"GGUF":
-            raise ConfigError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")
+    with _mapped(path) as data:
         cursor = _Cursor(data, path)
-        cursor.at = 4
-        version = cursor.scalar("<I")
-        if version not in (2, 3):
-            raise ConfigError(f"{path}: GGUF version {version} is not supported (2 and 3 are)")
-        num_tensors, num_fields = cursor.scalar("<Q"), cursor.scalar("<Q")
-        metadata = {}
-        for _ in range(num_fields):
-            key = cursor.string()
-            metadata[key] = cursor.value(cursor.scalar("<I"))
+        num_tensors, metadata = _metadata(cursor)
         entries = [_entry(cursor) for _ in range(num_tensors)]
         alignment = int(metadata.get("general.alignment", 32))
         base = -(-cursor.at // alignment) * alignment
         tensors = tuple(_directory(path, base, len(data), entries))
     return GgufHeader(path, metadata, tensors)
+
+
+def read_metadata(path: Path) -> dict[str, Any]:
+    """All fields of a GGUF file, the vocabulary's long arrays included."""
+    with _mapped(path) as data:
+        return _metadata(_Cursor(data, path, longest=float("inf")))[1]
+
+
+@contextmanager
+def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    if path.stat().st_size < 24:
+        raise ConfigError(f"{path}: truncated GGUF file of {path.stat().st_size} bytes")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        if data[:4] != b"GGUF":
+            raise ConfigError(f"{path} is not a GGUF file: it starts with {bytes(data[:4])!r}")
+        yield data
+
+
+def _metadata(cursor: _Cursor) -> tuple[int, dict[str, Any]]:
+    """(number of tensors, fields); leaves the cursor at the tensor directory."""
+    cursor.at = 4
+    version = cursor.scalar("<I")
+    if version not in (2, 3):
+        raise ConfigError(f"{cursor.path}: GGUF version {version} is not supported (2 and 3 are)")
+    num_tensors, num_fields = cursor.scalar("<Q"), cursor.scalar("<Q")
+    metadata = {}
+    for _ in range(num_fields):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("<I"))
+    return num_tensors, metadata
 
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

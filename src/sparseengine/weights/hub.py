@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from sparseengine import env
 from sparseengine.errors import ConfigError, nearest
+from sparseengine.weights import gguf_file, gguf_tokenizer
 
 _BLOCK_BYTES = 1 << 20
 _PROBE_TIMEOUT_S = 5.0
@@ -162,6 +163,9 @@ def pull(name: str, progress: bool = True, *, accept_license: bool = False) -> P
 
 def convert_tokenizer(gguf: Path, folder: Path) -> None:
     """Write the tokenizer inside a GGUF file as tokenizer.json: converting takes seconds."""
+    if gguf_tokenizer.can_convert(gguf_file.read_header(gguf).metadata):
+        gguf_tokenizer.write_tokenizer(gguf, folder)
+        return
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)

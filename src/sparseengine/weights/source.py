@@ -21,7 +21,9 @@ from sparseengine.weights.hf_config import override, refuse_quantised
 from sparseengine.weights.safetensors_file import read_json
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
+_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+# Subfolders hold the same weights in other formats; so does what Mistral calls consolidated.
+_HUB_IGNORED = ("*/*", "consolidated*")
 
 
 _TOKENIZER_FILES = (
@@ -80,12 +82,17 @@ class ModelSource:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
         except (OSError, ValueError, KeyError) as error:
             detail = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError(
                 f"cannot load a tokenizer from {folder}: {detail[0]}; {advice}"
             ) from error
+        template = local / "chat_template.json"
+        # transformers reads chat_template.jinja itself, the older JSON file for processors alone.
+        if not tokenizer.chat_template and template.is_file():
+            tokenizer.chat_template = read_json(template).get("chat_template")
+        return tokenizer
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -217,7 +224,12 @@ def _snapshot(repo: str, config: ModelConfig) -> Path:
 
     files = [*_HUB_FILES, "*.gguf"] if config.load_format == "gguf" else list(_HUB_FILES)
     try:
-        path = snapshot_download(repo, revision=config.revision, allow_patterns=files)
+        path = snapshot_download(
+            repo,
+            revision=config.revision,
+            allow_patterns=files,
+            ignore_patterns=list(_HUB_IGNORED),
+        )
     except hub.hub_errors() as error:
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(

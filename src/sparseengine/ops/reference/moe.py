@@ -81,7 +81,7 @@ def moe_experts(
             start += count
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    by_token = outs.view(num_tokens, top_k, -1)
+    by_token = outs.view(num_tokens, top_k, x.shape[1])
     for k in range(top_k):  # element by element, so that a row's bits are its own
         total.addcmul_(by_token[:, k].to(wide), weights[:, k, None].to(wide))
     return total.to(x.dtype)

@@ -43,16 +43,16 @@ def plan_waves(programs: int, max_len: int, processors: int) -> tuple[int, int]:
     programs come in waves; the choice is the one whose waves take the fewest tokens. Each program
     costs `_OVERHEAD_TOKENS` on top. Rows shorter than max_len take fewer splits.
     """
-    slots = _PER_PROCESSOR * processors
+    slots, max_len = _PER_PROCESSOR * processors, max(max_len, 1)
     least = -(-max_len // _MAX_SPLIT_TOKENS)
-    most = max(least, min(-(-max_len // _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+    most = min(-(-max_len // _MIN_SPLIT_TOKENS), _MAX_SPLITS)
 
     def cost(splits: int) -> int:
         waves = -(-programs * splits // slots)
         return waves * (-(-max_len // splits) + _OVERHEAD_TOKENS)
 
-    splits = min(range(min(least, most), most + 1), key=cost)
-    return max(splits, 1), max(-(-max_len // max(splits, 1)), 1)
+    splits = min(range(min(least, _MAX_SPLITS), most + 1), key=cost)
+    return splits, -(-max_len // splits)
 
 
 @triton.jit
@@ -93,6 +93,34 @@ def _latent_tile(
     return new, norm, acc
 
 
+@triton.jit
+def _latent_walk(
+    q, real, pool, table, lo, hi, visible, scale, cap, pool_sn, pool_sp,
+    VDIM: tl.constexpr, BLOCK_C: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE: tl.constexpr,
+    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Row slots [lo, hi) for pairs whose queries start at the pointers q [BLOCK_M]."""
+    c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    x = tl.load(q[:, None] + c[None, :], mask=real[:, None] & (c < VDIM)[None, :], other=0.0)
+    y = tl.load(q[:, None] + VDIM + r[None, :], mask=real[:, None] & (r < ROPE)[None, :], other=0.0)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    norm = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    n = lo + tl.arange(0, BLOCK_N)
+    page = tl.load(table + n // PAGE, mask=n < hi, other=0)
+    for n0 in range(lo, hi, BLOCK_N):
+        # Ids of the next tile's pages: rows whose ids are known can be fetched tiles ahead.
+        n = n0 + BLOCK_N + tl.arange(0, BLOCK_N)
+        ahead = tl.load(table + n // PAGE, mask=n < hi, other=0)
+        peak, norm, acc = _latent_tile(
+            x, y, pool, page, n0, hi, visible, peak, norm, acc, scale, cap, pool_sn, pool_sp,
+            VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE, BLOCK_N, SINGLE, SOFTCAP, PRECISION,
+        )  # fmt: skip
+        page = ahead
+    return peak, norm, acc
+
+
 @triton.jit(
     do_not_specialize=[
         "tiles", "first_span", "splits", "split_tokens", "first_split", "all_splits",
@@ -124,9 +152,7 @@ def _latent_kernel(
         q0 -= first_span  # the spans before the first hold one query each and are not in q
     if tile * BLOCK_M < queries * HEADS:
         span += first_span
-        length, whole, before = row_place(
-            lens, total, base, span, 0, 0, lens_ss, 0, 1, MULTI
-        )  # fmt: skip
+        length, whole, before = row_place(lens, total, base, span, 0, 0, lens_ss, 0, 1, MULTI)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         real = m < queries * HEADS
         i, head = m // HEADS, m % HEADS
@@ -139,55 +165,27 @@ def _latent_kernel(
         lo = split * size
         hi = tl.minimum(lo + size, end)
         row = (token * HEADS + head) * all_splits + first_split + split
-        c = tl.arange(0, BLOCK_C)
-        if lo >= hi:
-            # An empty split says so in its lse; its output stays unwritten and is never read.
-            if DIRECT:
-                to = out + token * o_st + head * o_sh
-                tl.store(
-                    to[:, None] + c[None, :], tl.zeros([BLOCK_M, BLOCK_C], out.dtype.element_ty),
-                    mask=real[:, None] & (c < VDIM)[None, :],
-                )  # fmt: skip
-            else:
-                tl.store(lse + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
-        else:
-            r = tl.arange(0, BLOCK_R)
-            first = q + token * q_st + head * q_sh
-            x = tl.load(
-                first[:, None] + c[None, :], mask=real[:, None] & (c < VDIM)[None, :], other=0.0
-            )
-            y = tl.load(
-                first[:, None] + VDIM + r[None, :],
-                mask=real[:, None] & (r < ROPE)[None, :], other=0.0,
-            )  # fmt: skip
-            acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
-            table = row_table(
+        if hi + (1 if DIRECT else 0) > lo:  # an empty row's only split writes its zeros
+            visible = tl.minimum(offset + i, length)
+            ids = row_table(
                 table, starts, widths, first_row, table_ss, table_sg, span, 0, PACKED
             )  # fmt: skip
-            visible = tl.minimum(offset + i, length)
-            peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            norm = tl.zeros([BLOCK_M], tl.float32)
-            n = lo + tl.arange(0, BLOCK_N)
-            page = tl.load(table + n // PAGE, mask=n < hi, other=0)
-            for n0 in range(lo, hi, BLOCK_N):
-                # Ids of the next tile's pages: rows whose ids are known can be fetched tiles ahead.
-                n = n0 + BLOCK_N + tl.arange(0, BLOCK_N)
-                ahead = tl.load(table + n // PAGE, mask=n < hi, other=0)
-                peak, norm, acc = _latent_tile(
-                    x, y, pool, page, n0, hi, visible, peak, norm, acc, scale, cap,
-                    pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE, BLOCK_N,
-                    SINGLE, SOFTCAP, PRECISION,
-                )  # fmt: skip
-                page = ahead
+            peak, norm, acc = _latent_walk(
+                q + token * q_st + head * q_sh, real, pool, ids, lo, hi, visible, scale, cap, pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE,
+                BLOCK_M, BLOCK_N, SINGLE, SOFTCAP, PRECISION,
+            )  # fmt: skip
             safe = tl.where(norm > 0, norm, 1.0)
-            acc = acc / safe[:, None]
             if not DIRECT:
                 value = tl.where(norm > 0, peak + tl.log2(safe), float("-inf"))
                 tl.store(lse + row, value, mask=real)
             # Addresses last: made before the loop, they would sit in registers all along.
+            c = tl.arange(0, BLOCK_C)
             to = out + token * o_st + head * o_sh + (first_split + split) * o_ss
-            acc = acc.to(out.dtype.element_ty)
+            acc = (acc / safe[:, None]).to(out.dtype.element_ty)
             tl.store(to[:, None] + c[None, :], acc, mask=real[:, None] & (c < VDIM)[None, :])
+        elif not DIRECT:
+            # An empty split says so in its lse; its output stays unwritten and is never read.
+            tl.store(lse + row, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=real)
 
 
 def paged_latent(
@@ -257,7 +255,6 @@ def _launch(
         HEADS=q.shape[1], VDIM=value_dim, BLOCK_C=block_c, ROPE=rope, BLOCK_R=block_r,
         PAGE=keys.page_size, BLOCK_M=pairs, BLOCK_N=tuning.keys, SINGLE=single,
         MULTI=keys.total is not None, DIRECT=lse is None,
-        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0,
-        PRECISION=dot_precision(q.dtype),
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0, PRECISION=dot_precision(q.dtype),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip

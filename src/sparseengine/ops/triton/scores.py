@@ -20,13 +20,13 @@ _LN2 = 0.6931471805599453
 @triton.jit
 def _key_tile(
     k, table, n, bound, k_sn, k_sp,
-    PAGE: tl.constexpr, D0: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    d0, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Channels D0.. of the keys of row slots n: [BLOCK_N, BLOCK_D], zeros at and past `bound`.
+    """Channels d0.. of the keys of row slots n: [BLOCK_N, BLOCK_D], zeros at and past `bound`.
 
     Slots at and past `bound` are never read.
     """
-    d = D0 + tl.arange(0, BLOCK_D)
+    d = d0 + tl.arange(0, BLOCK_D)
     ok = n < bound
     page = tl.load(table + n // PAGE, mask=ok, other=0).to(tl.int64)
     at = page * k_sn + (n % PAGE) * k_sp
@@ -34,9 +34,9 @@ def _key_tile(
 
 
 @triton.jit
-def _query_tile(q, at, ok, D0: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Channels D0.. of the queries that start at `at`: [BLOCK_M, BLOCK_D], zeros where not ok."""
-    d = D0 + tl.arange(0, BLOCK_D)
+def _query_tile(q, at, ok, d0, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Channels d0.. of the queries that start at `at`: [BLOCK_M, BLOCK_D], zeros where not ok."""
+    d = d0 + tl.arange(0, BLOCK_D)
     return tl.load(q + at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
 
 
@@ -48,9 +48,9 @@ def _wide_products(
 ):  # fmt: skip
     """q.k [BLOCK_M, BLOCK_N] of heads with more channels than a tile holds."""
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for d0 in tl.static_range(0, DIM, BLOCK_D):
+    for d0 in tl.range(0, DIM, BLOCK_D, num_stages=2):
         x = _query_tile(q, at, ok, d0, DIM, BLOCK_D)
-        keys = _key_tile(k, table, n, bound, k_sn, k_sp, PAGE, d0, DIM, BLOCK_D)
+        keys = _key_tile(k, table, n, bound, k_sn, k_sp, d0, PAGE, DIM, BLOCK_D)
         s = tl.dot(x, tl.trans(keys), s, input_precision=PRECISION)
     return s
 
@@ -103,7 +103,7 @@ def _mass_lse_kernel(
                 PAGE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
-            keys = _key_tile(k, table, n, length, k_sn, k_sp, PAGE, 0, DIM, BLOCK_D)
+            keys = _key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D)
             s = tl.dot(x, tl.trans(keys), input_precision=PRECISION)
         s = soft_cap(s, scale, cap, SOFTCAP)
         s = tl.where(n[None, :] < visible[:, None], s, float("-inf"))
@@ -134,7 +134,7 @@ def _mass_reduce_kernel(
     if POOL_HEADS:
         k += head * k_sh
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = tl.trans(_key_tile(k, table, n, length, k_sn, k_sp, PAGE, 0, DIM, BLOCK_D))
+    keys = tl.trans(_key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D))
     for g in range(GROUP):
         acc = tl.zeros([BLOCK_N], tl.float32)
         for i0 in range(0, window, BLOCK_M):
@@ -265,7 +265,7 @@ def _page_scores_kernel(
     page = tl.load(table + span * table_ss + row * table_sg + w, mask=w < width, other=0)
     to = page.to(tl.int64) * b_sn + (head * b_sh if POOL_HEADS else 0)
     s = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
-    for d0 in tl.static_range(0, DIM, BLOCK_D):
+    for d0 in tl.range(0, DIM, BLOCK_D, num_stages=1):
         d = d0 + tl.arange(0, BLOCK_D)
         x = _query_tile(q, at, g < GROUP, d0, DIM, BLOCK_D)
         zero = tl.zeros_like(x)
