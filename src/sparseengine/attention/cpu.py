@@ -257,8 +257,8 @@ def _attend(
     out, lse = _fused(query, keys[:, old:], values[:, old:], scale, causal=True)
     if old:
         old_out, old_lse = _fused(query, keys[:, :old], values[:, :old], scale)
-        share = torch.sigmoid(old_lse - lse).unsqueeze(-1).to(out.dtype)  # weight of the old keys
-        out = torch.lerp(out, old_out, share)
+        share = torch.sigmoid(old_lse - lse).unsqueeze(-1)  # fp32 weight of the old keys
+        out = torch.lerp(out.to(share.dtype), old_out.to(share.dtype), share).to(out.dtype)
     return out.transpose(0, 1)
 
 

@@ -171,7 +171,8 @@ def _latent_kernel(
                 table, starts, widths, first_row, table_ss, table_sg, span, 0, PACKED
             )  # fmt: skip
             peak, norm, acc = _latent_walk(
-                q + token * q_st + head * q_sh, real, pool, ids, lo, hi, visible, scale, cap, pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE,
+                q + token * q_st + head * q_sh, real, pool, ids, lo, hi, visible, scale, cap,
+                pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE,
                 BLOCK_M, BLOCK_N, SINGLE, SOFTCAP, PRECISION,
             )  # fmt: skip
             safe = tl.where(norm > 0, norm, 1.0)
@@ -255,6 +256,7 @@ def _launch(
         HEADS=q.shape[1], VDIM=value_dim, BLOCK_C=block_c, ROPE=rope, BLOCK_R=block_r,
         PAGE=keys.page_size, BLOCK_M=pairs, BLOCK_N=tuning.keys, SINGLE=single,
         MULTI=keys.total is not None, DIRECT=lse is None,
-        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0, PRECISION=dot_precision(q.dtype),
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0,
+        PRECISION=dot_precision(q.dtype),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
