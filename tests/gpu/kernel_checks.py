@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
+from sparseengine.core.view import AttentionView, PackedTable
 from sparseengine.ops import reference
 from sparseengine.ops import triton as kernels
 
@@ -69,6 +70,34 @@ def check_attention(
     assert_close(got, want, dtype)
     again = TritonBackend().run(q, view, layer, None)
     assert torch.equal(got, again), "two runs of one view differ: a race"
+    if max(queries) == 1:
+        walked = TritonBackend().run(q, packed(view), layer, None)
+        assert torch.equal(got, walked), "packed tables are read otherwise than padded ones"
+
+
+def packed(view: AttentionView) -> AttentionView:
+    """The same view over tables that lie anywhere in one arena, each with a width of its own."""
+    segments = []
+    for segment in view.segments:
+        table = segment.dense_table()
+        spans, groups, columns = table.shape
+        widths = columns + torch.randint(0, 5, (spans,))
+        rows = groups + 2  # two rows of another layer come first
+        sizes = rows * widths
+        order = torch.randperm(spans)
+        base = torch.zeros(spans, dtype=torch.int64)
+        base[order] = 3 + sizes[order].cumsum(0) - sizes[order]
+        arena = torch.randint(0, 2, (3 + int(sizes.sum()),), dtype=torch.int32)
+        for s in range(spans):
+            mine = arena[base[s] : base[s] + sizes[s]].view(rows, int(widths[s]))
+            mine[2:, :columns] = table[s].cpu()
+        place = table.device
+        tables = PackedTable(
+            arena.to(place), base.to(place), widths.to(place), row=2, groups=groups, columns=columns
+        )
+        assert torch.equal(tables.dense(), table)
+        segments.append(replace(segment, table=tables))
+    return replace(view, segments=tuple(segments))
 
 
 def check_store(shape: Shape, tokens: int, dtype: torch.dtype, device: str) -> None:

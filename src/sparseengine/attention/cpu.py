@@ -121,7 +121,7 @@ class _Scratch:
         """q [S, Hq, D], the view's first S spans -> [S, Hq, Dv]."""
         kernel, args = self.kernel, self.args
         spans, heads = q.shape[0], layer.kv_heads
-        whole = all(seg.table.shape[1] == 1 for seg in view.segments)
+        whole = all(seg.row_groups == 1 for seg in view.segments)
         block = heads if whole else 1
         query = q if q.dtype == torch.float32 else q.float()
         out = torch.empty(spans, layer.q_heads, layer.value_dim)
@@ -159,7 +159,7 @@ class _Scratch:
             args[word + base + 1] = by_page * size
             args[word + base + 2] = by_head * size if pool.shape[1] > 1 else 0
             args[word + base + 3] = by_slot * size
-        table, lens = seg.table, seg.lens
+        table, lens = seg.dense_table(), seg.lens
         if table.stride(2) != 1:
             table = table.contiguous()
             self.kept.append(table)
@@ -220,7 +220,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def _rows(seg: Segment, span: int, layer: LayerSpec, length: int) -> tuple[Tensor, Tensor]:
     """Keys [H, L, D] and values [H, L, Dv] of one span, in row order; garbage past a row's end."""
     columns = -(-length // seg.page_size)
-    pages = seg.table[span, :, :columns].long().expand(layer.kv_heads, columns)
+    pages = seg.dense_table()[span, :, :columns].long().expand(layer.kv_heads, columns)
 
     def gather(pool: Tensor) -> Tensor:
         one_head = pool.shape[1] == 1
@@ -257,8 +257,8 @@ def _attend(
     out, lse = _fused(query, keys[:, old:], values[:, old:], scale, causal=True)
     if old:
         old_out, old_lse = _fused(query, keys[:, :old], values[:, :old], scale)
-        share = torch.sigmoid(old_lse - lse).unsqueeze(-1).to(out.dtype)  # weight of the old keys
-        out = torch.lerp(out, old_out, share)
+        share = torch.sigmoid(old_lse - lse).unsqueeze(-1)  # fp32 weight of the old keys
+        out = torch.lerp(out.to(share.dtype), old_out.to(share.dtype), share).to(out.dtype)
     return out.transpose(0, 1)
 
 

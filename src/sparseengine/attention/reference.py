@@ -16,7 +16,7 @@ from sparseengine.ops.reference.scores import soft_capped
 
 def segment_rows(segment: Segment, span: int, layer: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """(keys [H, L, D], values [H, L, Dv], lens [H]) of one span; zeros past a row's length."""
-    table, lens = segment.table[span], segment.lens[span]
+    table, lens = segment.dense_table()[span], segment.lens[span]
     max_len = int(lens.max())
     keys = ops.gather_rows(segment.payload[0][0], table, lens, layer.kv_heads, max_len)
     if segment.values_in_keys:

@@ -11,11 +11,11 @@ from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerKind, LayerSpec
-from sparseengine.core.view import AttentionView, Segment
+from sparseengine.core.view import AttentionView, PackedTable, Segment
 from sparseengine.ops import merge_lse
 
 if TYPE_CHECKING:
-    from sparseengine.ops.triton.attention import Keys
+    from sparseengine.ops.triton.keys import Keys
 
 _MAX_DIM = 256  # wider rows do not fit the registers of one program
 _MAX_LATENT = (576, 512)  # channels of a latent row and of its values, which are the row's first
@@ -78,14 +78,14 @@ class TritonBackend:
     def _decode(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
         from sparseengine.ops.triton.attention import paged_decode
 
-        keys = _keys(view, layer)
+        keys = _keys(view, layer, walks_packed=True)
         cap = layer.softcap
         paged_decode(q, keys, out, layer.softmax_scale, view.window, view.max_len, cap)
 
     def _latent(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
         from sparseengine.ops.triton.latent import paged_latent
 
-        keys, singles = _keys(view, layer), view.num_single
+        keys, singles = _keys(view, layer, walks_packed=True), view.num_single
         logits = layer.softmax_scale, layer.softcap
         if singles:
             few = view.cu_q[: singles + 1]
@@ -100,7 +100,7 @@ class TritonBackend:
     def _prefill(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
         from sparseengine.ops.triton.attention import paged_prefill
 
-        keys = _keys(view, layer)
+        keys = _keys(view, layer, walks_packed=False)
         scale, first = layer.softmax_scale, view.num_single
         if len(keys) == 1:
             paged_prefill(
@@ -127,9 +127,9 @@ def _latent_support(dims: tuple[int, int], dtype: torch.dtype) -> Support:
     return Support(True, f"a Triton kernel reads each latent row of {dims} channels once, {dtype}")
 
 
-def _keys(view: AttentionView, layer: LayerSpec) -> list[Keys]:
+def _keys(view: AttentionView, layer: LayerSpec, *, walks_packed: bool) -> list[Keys]:
     """The view's segments as kernels take them, each with its place in the whole row."""
-    from sparseengine.ops.triton.attention import Keys  # here: Triton may be absent
+    from sparseengine.ops.triton.keys import Keys  # here: Triton may be absent
 
     several = len(view.segments) > 1
     lens = [s.lens.expand(-1, layer.kv_heads) for s in view.segments]
@@ -137,13 +137,14 @@ def _keys(view: AttentionView, layer: LayerSpec) -> list[Keys]:
     base = torch.zeros_like(total) if total is not None else None
     keys = []
     for segment, own in zip(view.segments, lens, strict=True):
+        is_packed = walks_packed and isinstance(segment.table, PackedTable)
         k = segment.payload[0][0]
         v = k if segment.values_in_keys else segment.payload[1][0]
         keys.append(
             Keys(
                 k=k,
                 v=v,
-                table=_dense_columns(segment),
+                table=segment.table if is_packed else _dense_columns(segment),
                 lens=segment.lens,
                 page_size=segment.page_size,
                 total=total,
@@ -155,5 +156,5 @@ def _keys(view: AttentionView, layer: LayerSpec) -> list[Keys]:
 
 
 def _dense_columns(segment: Segment) -> Tensor:
-    table = segment.table
+    table = segment.dense_table()
     return table if table.stride(2) == 1 else table.contiguous()

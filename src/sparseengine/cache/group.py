@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,52 +10,13 @@ from sparseengine import ops
 from sparseengine.cache.memory import CacheBytes
 from sparseengine.cache.plan import Geometry
 from sparseengine.cache.pool import PagePool
-from sparseengine.cache.rows import Delta, Draft, RowTable
+from sparseengine.cache.rows import Draft, RowTable
 from sparseengine.cache.tables import Index, Ints
+from sparseengine.cache.tensors import StaticStep, StepTensors, Tokens, build_step, divide, upload
 from sparseengine.core.specs import Per
 
-# Table entries of one step that are gathered at once; more are gathered layer by layer, since a
-# long prompt beside many short requests would make the padded table of all layers large.
-_EAGER_ENTRIES = 1 << 24
+_ARENA_ENTRIES = 4  # table entries per page of the pool that the device has room for at first
 _FEW_RANGES = 4  # of changed tables that are copied to the device one by one
-
-
-@dataclass(slots=True, kw_only=True)
-class StepTensors:
-    """What one step needs of one group; per-layer views are slices of these.
-
-    lens int32 [S, R], this step's tokens included; slots int64 [R, T] flat slot (page * P + offset)
-    of each new token; host_lens is `lens` on the host. arena, base, width: the packed tables and
-    where each chunk's is (see cache/tables.py); columns: W of the padded table; max_len: the
-    longest row, a host fact.
-    """
-
-    lens: Tensor
-    slots: Tensor
-    host_lens: Ints
-    arena: Tensor
-    base: Tensor  # int64 [S]
-    width: Tensor  # int64 [S]
-    columns: int
-    max_len: int
-    whole: Tensor | None = None  # int32 [S, R, W]
-    last: tuple[slice, Tensor] | None = None
-
-    def table(self, rows: slice) -> Tensor:
-        """int32 [S, G, W] page ids of some rows of every chunk, padded with ids in range."""
-        if self.whole is not None:
-            return self.whole[:, rows]
-        if self.last is None or self.last[0] != rows:
-            self.last = rows, self.gather(rows)
-        return self.last[1]
-
-    def gather(self, rows: slice) -> Tensor:
-        device = self.base.device
-        row = torch.arange(rows.start, rows.stop, device=device)
-        end = (self.width - 1).clamp_min(0)[:, None]
-        column = torch.minimum(torch.arange(self.columns, device=device), end)  # [S, W]
-        start = self.base[:, None] + row * self.width[:, None]  # [S, G]
-        return self.arena[start[:, :, None] + column[:, None]]
 
 
 class GroupCache:
@@ -90,7 +49,11 @@ class GroupCache:
         # tests keep a second copy on the CPU, too, so that the updates a device needs are checked
         self.mirrored = poison or self.device.type != "cpu"
         self.mirror = torch.from_numpy(self.rows.tables.arena).to(device)
-        self.step: StepTensors | None = None
+        self.arena_moves = 0  # a captured graph holds the mirror's address
+        self.static: StaticStep | None = None
+        self._step: StepTensors | None = None
+        self._draft: Draft | None = None
+        self._tokens: Tokens | None = None
         if poison:
             self.poison_pages(np.arange(n, dtype=np.int32))
 
@@ -101,7 +64,7 @@ class GroupCache:
         if not self.mirrored:
             self.mirror = host
         elif replaced:
-            self.mirror = host.to(self.device, copy=True)
+            self._replace_mirror(host)
         elif len(ranges) <= _FEW_RANGES:
             for lo, hi in ranges:
                 self.mirror[lo:hi].copy_(host[lo:hi])
@@ -109,54 +72,116 @@ class GroupCache:
             at = np.concatenate([np.arange(lo, hi) for lo, hi in ranges])
             self.mirror[self.upload(at)] = self.upload(self.rows.tables.arena[at])
 
+    def _replace_mirror(self, host: Tensor) -> None:
+        """Take over a new arena, in place when it fits beside the trash page's entry, the last."""
+        if host.numel() >= self.mirror.numel():
+            self._make_mirror(2 * host.numel())
+        self.mirror[: host.numel()].copy_(host)
+
+    def _make_mirror(self, entries: int) -> None:
+        self.mirror = torch.zeros(entries + 1, dtype=torch.int32, device=self.device)
+        self.arena_moves += 1
+
     def upload(self, array: Index | Ints) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+        return upload(array, self.device)
 
     # ── a step ───────────────────────────────────────────────────────────────────────────────────
 
-    def commit(self, draft: Draft, tokens: Index, owner: Tensor, offset: Tensor) -> None:
-        """Take the pages, copy shared open pages, build the step's tensors, zero new side slots.
-
-        owner, offset: int64 [T] on the device: the chunk of each token and its index in the chunk.
-        """
+    def commit(self, draft: Draft, tokens: Tokens) -> None:
+        """Take the pages and bring tables and pages up to date; tensors follow in `current`."""
         delta = self.rows.commit(draft)
         self.sync_tables()
         if self.mirrored and delta.flat.size:
             self.mirror[self.upload(delta.flat)] = self.upload(delta.pages)
         if delta.src.size:
             self.copy_pages(delta.src, delta.dst)
-        p, tables = self.geo.page_size, self.rows.tables
-        base = self.upload(tables.base[draft.slots])
-        width = self.upload(tables.width[draft.slots])
-        start = self.upload(draft.new - tokens[:, None].astype(np.int32))  # [S, R]
-        position = (start[owner] + offset[:, None]).T  # [R, T]
-        column, place = _divmod(position, p)
-        row = torch.arange(self.geo.rows, device=self.device)[:, None]
-        page = self.mirror[base[owner] + row * width[owner] + column]
-        slots = page.long() * p + place
-        self.step = StepTensors(
-            lens=self.upload(draft.new),
-            slots=slots,
-            host_lens=draft.new,
-            arena=self.mirror,
-            base=base,
-            width=width,
-            columns=max(1, int((draft.have + draft.need).max(initial=0))),
-            max_len=int(draft.new.max(initial=0)),
-        )
-        if draft.new.size * self.step.columns <= _EAGER_ENTRIES:
-            self.step.whole = self.step.gather(slice(0, self.geo.rows))
-        self._zero_aux(delta, slots)
-
-    def _zero_aux(self, delta: Delta, slots: Tensor) -> None:
-        if self.slot_aux:
-            page, offset = _divmod(slots.view(-1), self.geo.page_size)
-            for aux in self.slot_aux.values():
-                aux[page, :, offset] = 0
         if self.page_aux and delta.num_new:
             fresh = self.upload(delta.new_pages).long()
             for aux in self.page_aux.values():
                 aux[fresh] = 0
+        self._draft, self._tokens, self._step = draft, tokens, None
+
+    def current(self) -> StepTensors:
+        """This step's tensors; the first call builds them and zeroes the new side slots."""
+        if self._step is None:
+            assert self._draft is not None, "reserve(plan) comes before write, view and layer_step"
+            draft, tables = self._draft, self.rows.tables
+            self._step = build_step(
+                lens=self.upload(draft.new),
+                host_lens=draft.new,
+                arena=self.mirror,
+                base=self.upload(tables.base[draft.slots]),
+                width=self.upload(tables.width[draft.slots]),
+                page_size=self.geo.page_size,
+                columns=max(1, int((draft.have + draft.need).max(initial=0))),
+                max_len=int(draft.new.max(initial=0)),
+                tokens=self._tokens,
+            )
+            self._zero_slots(self._step.slots)
+        return self._step
+
+    def _zero_slots(self, slots: Tensor) -> None:
+        if self.slot_aux:
+            page, offset = divide(slots.reshape(-1), self.geo.page_size)
+            for aux in self.slot_aux.values():
+                aux[page, :, offset] = 0
+
+    # ── captured steps ───────────────────────────────────────────────────────────────────────────
+
+    def make_static(self, max_rows: int) -> None:
+        """Buffers for captured decode steps of up to `max_rows` requests."""
+        self.static = StaticStep(max_rows, self.geo.rows, self.device)
+        host = torch.from_numpy(self.rows.tables.arena)
+        room = _ARENA_ENTRIES * self.pool.num_pages  # nearly always enough: its address is kept
+        self._make_mirror(max(room, host.numel()))
+        self.mirror[: host.numel()].copy_(host)
+
+    def load_static(self, bucket: int) -> None:
+        """Bring the step that `commit` prepared into the buffers, padded to `bucket` requests."""
+        assert self.static is not None, "make_static comes first"
+        assert self._draft is not None, "reserve(plan) comes first"
+        draft, tables = self._draft, self.rows.tables
+        trash = self.mirror.numel() - 1
+        places = tables.base[draft.slots], tables.width[draft.slots]
+        self.static.load(draft.new, *places, bucket, trash)
+
+    def clear_static(self, bucket: int) -> None:
+        """One token of the trash page for every row."""
+        assert self.static is not None, "make_static comes first"
+        none, at = np.zeros((0, self.geo.rows), np.int32), np.zeros(0, np.int64)
+        self.static.load(none, at, at, bucket, self.mirror.numel() - 1)
+
+    def swap_step(self, step: StepTensors | None) -> StepTensors | None:
+        """Make `step` the current one; returns the one before."""
+        before, self._step = self._step, step
+        return before
+
+    def longest(self) -> Ints:
+        """int32 [S]: the longest row of each chunk of the committed step."""
+        assert self._draft is not None, "reserve(plan) comes first"
+        return np.asarray(self._draft.new.max(1, initial=0), np.int32)
+
+    def use_static(self, bucket: int, max_len: int, host_len: int) -> None:
+        """Make the buffers the current step, for a capture: what follows reads them.
+
+        max_len: no row will be longer. host_len: the length that host code sees of every row.
+        """
+        assert self.static is not None, "make_static comes first"
+        longest = max_len
+        if self.geo.window is not None:
+            longest = min(max_len, self.geo.window + self.geo.window_step)
+        self._step = build_step(
+            lens=self.static.lens[:bucket],
+            host_lens=np.full((bucket, self.geo.rows), host_len, np.int32),
+            arena=self.mirror,
+            base=self.static.base[:bucket],
+            width=self.static.width[:bucket],
+            page_size=self.geo.page_size,
+            columns=-(-longest // self.geo.page_size),
+            max_len=longest,
+            tokens=None,
+        )
+        self._zero_slots(self._step.slots)
 
     def copy_pages(self, src: Ints, dst: Ints) -> None:
         ops.copy_pages(self.all_pools, self.upload(src).long(), self.upload(dst).long())
@@ -180,10 +205,6 @@ class GroupCache:
         units = self.geo.layer_units(layer)
         both = {**self.slot_aux, **self.page_aux}
         return {name: pool[:, units] for name, pool in both.items()}
-
-    def current(self) -> StepTensors:
-        assert self.step is not None, "reserve(plan) comes before write, view and layer_step"
-        return self.step
 
     # ── poison ───────────────────────────────────────────────────────────────────────────────────
 
@@ -236,15 +257,8 @@ class GroupCache:
         self.sync_tables()
         live = self.rows.live_entries(slots)
         mirror, arena = self.mirror.cpu().numpy(), self.rows.tables.arena
-        assert mirror.shape == arena.shape, "the device tables have another size"
+        assert mirror.size >= arena.size, "the device tables are smaller"
         assert np.array_equal(mirror[live], arena[live]), "the device tables are out of date"
-
-
-def _divmod(index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """(index // size, index % size), by bits where size is a power of two."""
-    if size & (size - 1) == 0:
-        return index >> (size.bit_length() - 1), index & (size - 1)
-    return index // size, index % size
 
 
 def _poison(dtype: torch.dtype) -> float | int:

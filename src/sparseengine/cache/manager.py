@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from sparseengine.cache.pool import PagePool
 from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
+from sparseengine.cache.tables import Ints
+from sparseengine.cache.tensors import StepTensors, Tokens
 from sparseengine.core.cache import PrefixHit, Usage
 from sparseengine.core.method import SealedPages
 from sparseengine.core.plan import Purpose, Request, StepPlan
@@ -77,7 +80,8 @@ class PagedCache:
         self._plan: StepPlan | None = None
         self._starts: tuple[int, ...] = (0,)
         self._num_single = self._max_q = 0
-        self._cu_q = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._tokens = Tokens(np.zeros(0, np.int64), self.device)
+        self._budgets: Tensor | None = None
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,20 +218,85 @@ class PagedCache:
         drafts = [g.rows.draft(slots, tokens.astype(np.int32)) for g in self.groups]
         needs = [(g.pool, d.pages) for g, d in zip(self.groups, drafts, strict=True)]
         self._require(needs, f"a step of {int(tokens.sum())} tokens")
-        cu_q = np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32)
-        chunk = np.repeat(np.arange(slots.size), tokens)
-        owner = torch.from_numpy(chunk).to(self.device)
-        offset = torch.from_numpy(np.arange(chunk.size) - cu_q[chunk]).to(self.device)
+        chunks = Tokens(tokens, self.device)
         for g, draft in zip(self.groups, drafts, strict=True):
-            g.commit(draft, tokens, owner, offset)
+            g.commit(draft, chunks)
         for c in plan.chunks:
             self._stored[c.request.id] += len(c.tokens)
-        self._cu_q = torch.from_numpy(cu_q).to(self.device)
-        self._plan = plan
-        self._starts = tuple(int(n) for n in cu_q)
-        several = np.flatnonzero(tokens != 1)
-        self._num_single = int(several[0]) if several.size else slots.size
-        self._max_q = int(tokens.max(initial=0))
+        self._begin(plan, chunks)
+
+    def _begin(self, plan: StepPlan, tokens: Tokens) -> None:
+        self._plan, self._tokens, self._budgets = plan, tokens, None
+        self._starts = tuple(tokens.starts.tolist())
+        several = np.flatnonzero(tokens.counts != 1)
+        self._num_single = int(several[0]) if several.size else tokens.counts.size
+        self._max_q = int(tokens.counts.max(initial=0))
+
+    # ── captured decode steps ────────────────────────────────────────────────────────────────────
+
+    def make_static(self, max_rows: int) -> None:
+        """Room at fixed addresses for captured decode steps of up to `max_rows` requests."""
+        self._static_budgets = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self._static_cu_q = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
+        for g in self.groups:
+            g.make_static(max_rows)
+
+    def load_static(self, bucket: int) -> None:
+        """Bring the reserved step, which must be of decodes only, to those addresses."""
+        plan = self._current_plan()
+        budgets = [c.request.budget or 0 for c in plan.chunks] + [0] * (bucket - len(plan.chunks))
+        self._static_budgets[:bucket].copy_(torch.tensor(budgets, dtype=torch.int32))
+        for g in self.groups:
+            g.load_static(bucket)
+
+    def clear_static(self, bucket: int, budget: int | None) -> None:
+        """Every row is one token of the trash page, every budget the given one."""
+        self._static_budgets[:bucket] = budget or 0
+        for g in self.groups:
+            g.clear_static(bucket)
+
+    @contextmanager
+    def static_step(self, plan: StepPlan, max_len: int, host_len: int) -> Iterator[None]:
+        """Let those addresses be the current step, for a plan of made-up decodes.
+
+        What is derived from them is device work, and part of a capture in whose course this is
+        entered. max_len: no row of a replayed step will be longer. host_len: the row length that
+        host code is told.
+        """
+        bucket = len(plan.chunks)
+        before = self._plan, self._tokens, self._budgets
+        steps = [g.swap_step(None) for g in self.groups]
+        self._begin(plan, Tokens(np.ones(bucket, np.int64), self.device))
+        self._tokens.place(self._static_cu_q[: bucket + 1])
+        self._budgets = self._static_budgets[:bucket]
+        try:
+            for g in self.groups:
+                g.use_static(bucket, max_len, host_len)
+            yield
+        finally:
+            for g, step in zip(self.groups, steps, strict=True):
+                g.swap_step(step)
+            if before[0] is not None:
+                self._begin(before[0], before[1])
+            self._budgets = before[2]
+
+    def longest_rows(self) -> Ints:
+        """int32 [S]: the longest row of each chunk of the reserved step, outside WINDOW layers."""
+        found = [g.longest() for g in self.groups if g.geo.window is None]
+        found = found or [g.longest() for g in self.groups]
+        return np.asarray(np.max(found, axis=0), np.int32)
+
+    @property
+    def static_version(self) -> int:
+        """Changes when an address that captured graphs hold has changed."""
+        return sum(g.arena_moves for g in self.groups)
+
+    def budgets(self) -> Tensor:
+        """int32 [S]: the budget of each chunk's request, 0 for none."""
+        if self._budgets is None:
+            budgets = [c.request.budget or 0 for c in self._current_plan().chunks]
+            self._budgets = torch.tensor(budgets, dtype=torch.int32, device=self.device)
+        return self._budgets
 
     def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:
         """Raise `CapacityError` unless every pool has the bundles that its groups need."""
@@ -255,12 +324,12 @@ class PagedCache:
             payload=tuple((pool,) for pool in group.layer_pools(layer)),
             codec=(),
             values_in_keys=spec.kind is LayerKind.LATENT,
-            table=step.table(rows),
+            table=step.packed(rows) if self._walks_packed(step) else step.table(rows),
             lens=step.lens[:, rows],
             page_size=size,
         )
         num_single = self._num_single
-        cu_q, max_len = self._cu_q, step.max_len
+        cu_q, max_len = self._tokens.cu_q(), step.max_len
         if selection is not None:
             units = group.geo.layer_units(layer)
             segment = narrow(segment, selection, units=units, pools=group.payload)
@@ -269,6 +338,10 @@ class PagedCache:
             if selection.cu_q is not None:  # finer spans: their sizes are known to the device only
                 cu_q, num_single = selection.cu_q, 0
         return AttentionView((segment,), cu_q, spec.window, num_single, self._max_q, max_len)
+
+    def _walks_packed(self, step: StepTensors) -> bool:
+        """A decode step on a device: kernels follow the packed tables, no padded copy is made."""
+        return step.is_decode and self.device.type == "cuda"
 
     def _current_plan(self) -> StepPlan:
         assert self._plan is not None, "reserve(plan) comes before write, view and layer_step"
@@ -285,6 +358,7 @@ class PagedCache:
             (q, k, v),
             self._sides.aux,
             self._starts,
+            self.budgets,
         )
 
     def state(self, layer: int) -> tuple[Tensor, ...]:

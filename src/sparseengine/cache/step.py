@@ -33,11 +33,13 @@ class LayerView:
         qkv: tuple[Tensor, Tensor, Tensor],
         request_aux: RequestAux,
         starts: tuple[int, ...],
+        budgets: Callable[[], Tensor],
     ) -> None:
         self.layer, self.spec, self.plan = layer, spec, plan
         self.q, self.k, self.v = qkv
         self._group, self._chunks, self._request_aux = group, tuple(chunks), request_aux
         self._rows = group.geo.layer_rows(layer)
+        self._budgets = budgets
         self._starts = starts  # first token of each chunk in q, k, v, and their number
 
     @property
@@ -64,6 +66,7 @@ class LayerView:
             (q, k, v),
             self._request_aux,
             tuple(accumulate(lengths, initial=0)),
+            self._budgets,
         )
 
     def span(self, chunk: int) -> tuple[int, int]:
@@ -72,6 +75,10 @@ class LayerView:
     def lens(self, chunk: int) -> tuple[int, ...]:
         host = self._group.current().host_lens
         return tuple(int(n) for n in host[self._chunks[chunk], self._rows])
+
+    def budgets(self) -> Tensor:
+        spans = _runs([(c, c + 1) for c in self._chunks])
+        return _take(self._budgets(), spans)
 
     def table(self) -> tuple[Tensor, Tensor]:
         step = self._group.current()

@@ -86,6 +86,10 @@ class LayerStep(Protocol):
         """Row lengths of a chunk (this step's tokens included), one per row group; host numbers."""
         ...
 
+    def budgets(self) -> Tensor:
+        """int32 [S]: the budget of each chunk's request, 0 for none, on the device."""
+        ...
+
     def table(self) -> tuple[Tensor, Tensor]:
         """(int32 [S, G, W] page ids, int32 [S, G] lengths) before selection, on the device."""
         ...
@@ -151,6 +155,23 @@ class SparseMethod:
     def select(self, at: LayerStep) -> Selection | None:
         """Device, before attention, DECODE chunks only: which columns each span reads."""
         return None
+
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        """Host: what a captured decode step of this method depends on, beside shapes.
+
+        lens: the longest row of each chunk. None: in this step `select` returns None at every
+        layer. Else a budget: `select` does the same device work for any requests whose largest
+        budget this is, if host code is told rows that are long enough. Only methods that override
+        `select` and have traits.graph_safe are asked.
+        """
+        return None
+
+    def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
+        """Host: a decode step ran as a captured graph, so that no device hook was called for it.
+
+        For what `observe` tells `evict`. lens: the longest row of each chunk, this step's tokens
+        included.
+        """
 
     def observe(self, at: LayerStep) -> None:
         """Device, after attention: look at q, k, v and the stored rows."""

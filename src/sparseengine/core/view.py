@@ -5,7 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTable:
+    """Page tables of S spans where they are stored, without a padded copy.
+
+    Entry (s, g, w) is arena[base[s] + (row + g) * width[s] + w]. arena: int32. base, width: int64
+    [S]. columns: how many the longest row may use, a host fact; entries past a row's end, and past
+    its width, are arbitrary.
+    """
+
+    arena: Tensor
+    base: Tensor
+    width: Tensor
+    row: int
+    groups: int
+    columns: int
+
+    def take(self, column: Tensor) -> Tensor:
+        """int32 page ids of columns int64 [S, G, K] (G may be 1), padded with ids in range."""
+        row = torch.arange(self.row, self.row + self.groups, device=self.base.device)
+        start = self.base[:, None] + row * self.width[:, None]  # [S, G]
+        inside = torch.minimum(column, (self.width - 1).clamp_min(0)[:, None, None])
+        return self.arena[start[:, :, None] + inside]
+
+    def dense(self) -> Tensor:
+        """int32 [S, G, W]."""
+        column = torch.arange(self.columns, device=self.base.device)
+        return self.take(column.expand(self.base.shape[0], 1, -1))
+
+    def leading(self, spans: int) -> PackedTable:
+        """The first spans."""
+        return replace(self, base=self.base[:spans], width=self.width[:spans])
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +50,27 @@ class Segment:
       is [N, Hs, P, D]: N pages, Hs heads in a page. Hs is 1 when a page holds one head and the
       table is per head; else Hs is kv_heads, and head h of page n is raw[n, h].
     table: int32 [S, G, W] page ids, strided; entries past a row's end are arbitrary but in range.
+      Or the same, packed, for backends that can walk it; the others take `dense_table`.
     lens: int32 [S, G] valid tokens (0 is legal: the row contributes nothing).
     """
 
     payload: tuple[tuple[Tensor, ...], ...]
     codec: tuple[str, ...]
     values_in_keys: bool
-    table: Tensor
+    table: Tensor | PackedTable
     lens: Tensor
     page_size: int
+
+    @property
+    def row_groups(self) -> int:
+        """G of the table."""
+        table = self.table
+        return table.groups if isinstance(table, PackedTable) else table.shape[1]
+
+    def dense_table(self) -> Tensor:
+        """The table as int32 [S, G, W]."""
+        table = self.table
+        return table.dense() if isinstance(table, PackedTable) else table
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +97,14 @@ def leading(view: AttentionView, spans: int) -> AttentionView:
     if spans == view.cu_q.shape[0] - 1:
         return view
     assert spans <= view.num_single, f"{spans} spans wanted, {view.num_single} have one query"
-    segments = tuple(replace(s, table=s.table[:spans], lens=s.lens[:spans]) for s in view.segments)
+    segments = tuple(
+        replace(
+            s,
+            table=s.table.leading(spans) if isinstance(s.table, PackedTable) else s.table[:spans],
+            lens=s.lens[:spans],
+        )
+        for s in view.segments
+    )
     return replace(
         view, segments=segments, cu_q=view.cu_q[: spans + 1], num_single=spans, max_q=min(spans, 1)
     )

@@ -10,8 +10,6 @@ from sparseengine.attention import BACKENDS
 from sparseengine.attention.deterministic import WINDOW_ALIGN
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.attention import AttentionBackend
-from sparseengine.core.params import SamplingParams
-from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.collector import Collector
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.engine import Engine
@@ -23,7 +21,9 @@ from sparseengine.engine.memory import (
     estimated_activations,
     most_usable_bytes,
 )
-from sparseengine.engine.runner import Model, Runner
+from sparseengine.engine.model import Model
+from sparseengine.engine.profile import Needs, make_graphs, profile, uses_graphs
+from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model
@@ -55,12 +55,16 @@ def build_engine(resolved: Resolved) -> Built:
     backends = make_backends(resolved)
     methods = MethodTable(spec, resolved.methods, resolved.groups, resolved.sparse)
     methods.resolve(methods.default, resolved.max_model_len)
-    activations, measured = estimated_activations(resolved), False
+    needs, measured = Needs(estimated_activations(resolved), 0), False
     if resolved.device.type == "cuda":
-        activations, measured = profile_activations(resolved, model, backends, methods), True
-    cache = make_cache(resolved, activations)
+        needs, measured = profile(resolved, model, backends, methods), True
+    cache = make_cache(resolved, sum(needs))
     controller = Controller(spec, cache, methods.instances)
     runner = Runner(model, spec, cache, controller, backends, resolved.device)
+    if uses_graphs(resolved):
+        runner.graphs = make_graphs(resolved, runner, methods)
+        with torch.no_grad():
+            runner.graphs.warm_up()
     collector = Collector(
         controller,
         runner,
@@ -86,7 +90,8 @@ def build_engine(resolved: Resolved) -> Built:
         resolved,
         cache,
         weights=weight_bytes(network),
-        activations=activations,
+        activations=needs.activations,
+        graphs=needs.graphs,
         measured=measured,
         output_tokens=max(1, min(_SHOWN_OUTPUT_TOKENS, resolved.max_model_len // 4)),
     )
@@ -139,51 +144,3 @@ def _cuda_kv_bytes(resolved: Resolved, activations: int) -> int:
             "raise it, or lower max_num_batched_tokens"
         )
     return min(int(left * (1 - TABLE_SHARE)), most_usable_bytes(resolved))
-
-
-def profile_activations(
-    resolved: Resolved,
-    model: Model,
-    backends: tuple[AttentionBackend, ...],
-    methods: MethodTable,
-) -> int:
-    """Peak bytes of the largest step on top of weights and KV, by running it once."""
-    scheduler = resolved.config.scheduler
-    tokens = min(scheduler.max_num_batched_tokens, resolved.max_model_len - 1)
-    key, budget = methods.resolve(methods.default, tokens)
-    size = max((g.page_size for g in resolved.groups), default=1)
-    torch.cuda.synchronize(resolved.device)
-    torch.cuda.reset_peak_memory_stats(resolved.device)
-    cache = PagedCache(
-        resolved.spec,
-        resolved.groups,
-        num_pages=-(-tokens // size) + 1,
-        device=resolved.device,
-        dtype=resolved.dtype,
-    )
-    before = torch.cuda.memory_allocated(resolved.device)
-    controller = Controller(resolved.spec, cache, methods.instances)
-    runner = Runner(model, resolved.spec, cache, controller, backends, resolved.device)
-    request = Request(
-        id=0,
-        tokens=[0] * tokens,
-        prompt_len=tokens,
-        max_tokens=1,
-        sampling=SamplingParams(temperature=0.0),
-        method=key,
-        budget=budget,
-    )
-    plan = StepPlan((Chunk(request, tuple(request.tokens), 0, Purpose.PREFILL, True),))
-    with torch.no_grad():
-        cache.admit(request, cache.match(request))
-        cache.reserve(plan)
-        hidden = runner.forward(plan)
-        controller.end_step(plan)
-        rows = min(scheduler.max_num_seqs, tokens)
-        logits = model.logits(hidden[:rows])
-        logits.log_softmax(-1)
-    torch.cuda.synchronize(resolved.device)
-    peak = torch.cuda.max_memory_allocated(resolved.device) - before
-    cache.release(request.id)
-    controller.forget(request.id)
-    return int(peak)

@@ -67,6 +67,13 @@ class Controller:
         for part in self._acting(at, "observe"):
             part.method.observe(self._narrow(at, part.chunks))
 
+    def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
+        """A step of decodes ran as a captured graph; lens: the longest row of each chunk."""
+        for part in self._split(plan):
+            if _overrides(part.method, "replayed"):
+                chosen = [lens[i] for i in part.chunks]
+                part.method.replayed(_subplan(plan, part.chunks), chosen)
+
     def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
         for part in self._acting(at, "layer_end"):
             sub = self._narrow(at, part.chunks)

@@ -36,6 +36,7 @@ def fit_table(
     activations: int,
     measured: bool,
     output_tokens: int,
+    graphs: int = 0,
 ) -> MemoryTable:
     """The memory table with every enabled method, and with dense attention for comparison."""
     prompt = resolved.max_model_len - output_tokens
@@ -56,6 +57,7 @@ def fit_table(
         budgets,
         weights=weights,
         activations=activations,
+        graphs=graphs,
         measured=measured,
         output_tokens=output_tokens,
     )

@@ -37,6 +37,7 @@ class MemoryTable:
     weights: int
     activations: int
     activations_measured: bool
+    graphs: int
     kv_pages: int
     side_tensors: int
     tables: int
@@ -48,8 +49,8 @@ class MemoryTable:
 
     @property
     def total(self) -> int:
-        parts = (self.weights, self.activations, self.kv_pages, self.side_tensors, self.tables)
-        return sum(parts)
+        pages = (self.kv_pages, self.side_tensors, self.tables)
+        return self.weights + self.activations + self.graphs + sum(pages)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "total": self.total}
@@ -60,6 +61,7 @@ class MemoryTable:
         rows = (
             ("weights", self.weights, ""),
             ("activations", self.activations, how),
+            ("graphs", self.graphs, "of captured decode steps"),
             ("KV pages", self.kv_pages, f"{self.total_pages} head pages"),
             ("side tensors", self.side_tensors, ""),
             ("tables", self.tables, "grow with use"),
@@ -116,6 +118,7 @@ def memory_table(
     activations: int,
     measured: bool,
     output_tokens: int,
+    graphs: int = 0,
 ) -> MemoryTable:
     """`methods` by the label they are shown with; `budgets` resolved at the shown prompt length."""
     prompt_tokens = resolved.max_model_len - output_tokens
@@ -125,6 +128,7 @@ def memory_table(
         weights=weights,
         activations=activations,
         activations_measured=measured,
+        graphs=graphs,
         kv_pages=used.payload,
         side_tensors=used.aux,
         tables=used.tables,

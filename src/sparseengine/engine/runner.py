@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,22 +15,12 @@ from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseController
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.specs import ModelSpec
+from sparseengine.engine.graphs import Best, DecodeGraphs
+from sparseengine.engine.model import Model
 from sparseengine.engine.outputs import Logprobs, Sample
 from sparseengine.engine.sampling import Sampler, top_logprobs
 
 _LOGIT_ROWS = 256  # rows of prompt log-probabilities computed at a time: bounds [rows, vocab]
-
-
-class Model(Protocol):
-    """What the runner needs of a model."""
-
-    def __call__(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """ids, positions int64 [T] -> hidden [T, hidden_size]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, hidden_size] -> fp32 [N, vocab_size]."""
-        ...
 
 
 class Runner:
@@ -53,13 +42,16 @@ class Runner:
         self.backends = tuple(backends)
         self.device = device
         self.sampler = Sampler()
+        self.graphs: DecodeGraphs | None = None
+        self.num_replays = 0
         self._distinct = tuple({id(b): b for b in self.backends}.values())
         self._prompt_logprobs: dict[int, list[Logprobs | None]] = {}
 
     def run(self, plan: StepPlan) -> dict[int, Sample]:
         """Samples by request id: of every chunk that samples, and of the siblings that fork it."""
-        hidden = self.forward(plan)
-        self._note_prompt_logprobs(plan, hidden)
+        hidden, best = self._forward(plan)
+        if best is None:
+            self._note_prompt_logprobs(plan, hidden)
         rows: list[int] = []
         requests: list[Request] = []
         end = 0
@@ -71,14 +63,25 @@ class Runner:
                 rows.extend([end - 1] * len(members))
         if not rows:
             return {}
-        at = torch.tensor(rows, device=self.device)
-        samples = self.sampler.sample(self.model.logits(hidden[at]), requests)
+        if best is not None and not self.sampler.needs_logits(requests):
+            samples = self.sampler.take(*best, rows)
+        else:
+            at = torch.tensor(rows, device=self.device)
+            samples = self.sampler.sample(self.model.logits(hidden[at]), requests)
         found = {r.id: s for r, s in zip(requests, samples, strict=True)}
         for request in requests:
             if request.id in self._prompt_logprobs:
                 noted = self._prompt_logprobs.pop(request.id)
                 found[request.id] = replace(found[request.id], prompt_logprobs=noted)
         return found
+
+    def _forward(self, plan: StepPlan) -> tuple[Tensor, Best | None]:
+        """Hidden states, and greedy tokens where a captured graph has found them already."""
+        key = None if self.graphs is None else self.graphs.key(plan)
+        if self.graphs is None or key is None:
+            return self.forward(plan), None
+        self.num_replays += 1
+        return self.graphs.run(plan, key)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """One pass of the model over the plan's tokens: hidden states [T, hidden_size]."""

@@ -83,6 +83,19 @@ class Sampler:
         logprobs = self._logprobs(logits, host, requests, errors)
         return [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
 
+    def needs_logits(self, requests: Sequence[Request]) -> bool:
+        """Whether greedy tokens alone would not do."""
+        return any(
+            not r.sampling.greedy or r.sampling.logprobs is not None or self._changes_logits(r)
+            for r in requests
+        )
+
+    def take(self, tokens: Tensor, logits: Tensor, rows: Sequence[int]) -> list[Sample]:
+        """Samples of some rows from greedy tokens int64 [S] and their logits fp32 [S]."""
+        flags = torch.stack((tokens, (~torch.isfinite(logits)).long()))
+        host, errors = flags.tolist()  # the step's only wait for the device
+        return [_result(host[i], None, errors[i], 0) for i in rows]
+
     # ── logits processors ─────────────────────────────────────────────────────────────────────────
 
     def _changes_logits(self, request: Request) -> bool:

@@ -301,6 +301,11 @@ class SelectionMethod(Method):
         width = min(limits.width, columns)
         return Selection(mask_to_columns(top_mask(scores, count, width), width))
 
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        budgets = [c.request.budget or 0 for c in plan.chunks]
+        exceeds = any(n > b for n, b in zip(lens, budgets, strict=True))
+        return max(budgets) if exceeds and self.layers else None
+
     def _limits(self, at: LayerStep) -> _Limits | None:
         """What this step's requests may read; None when all of them read everything.
 
@@ -313,8 +318,7 @@ class SelectionMethod(Method):
         budgets = [c.request.budget or 0 for c in chunks]
         limits = None
         if any(max(at.lens(i)) > b for i, b in enumerate(budgets)):
-            device = at.q.device
-            budget = torch.tensor(budgets, dtype=torch.int32, device=device)[:, None]
+            budget = at.budgets()[:, None]
             limits = _Limits(
                 budget=budget,
                 pages=(budget // page).clamp(min=least),

@@ -80,6 +80,11 @@ class StreamingLLM(Method):
             if self.is_due(chunk):
                 self._pending[chunk.request.id] = (at.lens(i)[0], at.page_size)
 
+    def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
+        for chunk, length in zip(plan.chunks, lens, strict=True):
+            if self.layers:
+                self._pending[chunk.request.id] = (length, self.page_size)
+
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         keeps: list[Keep] = []
         for chunk in plan.chunks:

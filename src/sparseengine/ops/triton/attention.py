@@ -9,13 +9,13 @@ normalised outputs with their log-sum-exp, so that segments and splits merge exa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseengine.core.view import PackedTable
+from sparseengine.ops.triton.keys import Keys, row_place, row_table
 from sparseengine.ops.triton.launch import (
     Tuning,
     dot_precision,
@@ -34,22 +34,6 @@ DECODE = Tuning(keys=64)
 PREFILL = Tuning(keys=128, pairs=128, warps=8, stages=2)
 PREFILL_WIDE = Tuning(keys=32, pairs=64, stages=2)  # fp32, or more than 128 channels
 PREFILL_SHORT = Tuning(keys=64, pairs=64)  # spans of few queries
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Keys:
-    """One raw segment: pools [N, Hs, P, D], table int32 [S, G, W], lens int32 [S, G].
-
-    total, base: int32 [S, Hkv] when the view has several segments, else None (lens and 0).
-    """
-
-    k: Tensor
-    v: Tensor
-    table: Tensor
-    lens: Tensor
-    page_size: int
-    total: Tensor | None = None
-    base: Tensor | None = None
 
 
 def plan_splits(rows: int, max_len: int, processors: int) -> tuple[int, int]:
@@ -78,31 +62,6 @@ def soft_cap(s, factor, bound, SOFTCAP: tl.constexpr):
     if SOFTCAP:
         s = bound - 2 * bound / (tl.exp2(s) + 1)
     return s
-
-
-@triton.jit
-def _row_place(
-    lens,
-    total,
-    base,
-    span,
-    head,
-    row,
-    lens_ss,
-    lens_sg,
-    KV_HEADS: tl.constexpr,
-    MULTI: tl.constexpr,
-):
-    """(keys of this segment, keys of the whole row, keys before this segment)."""
-    length = tl.load(lens + span * lens_ss + row * lens_sg)
-    if MULTI:
-        return (
-            length,
-            tl.load(total + span * KV_HEADS + head),
-            tl.load(base + span * KV_HEADS + head),
-        )
-    else:
-        return length, length, 0
 
 
 @triton.jit
@@ -156,29 +115,29 @@ def _tile(
 
 # Numbers and addresses that change from step to step: a variant of the kernel for each of their
 # alignments would be compiled in the middle of serving.
-_VARYING = ["table_ss", "table_sg", "lens_ss", "lens_sg", "window"]
-_VARYING_POINTERS = ["table", "lens", "total", "base", "cu_q"]
+_VARYING = ["first_row", "table_ss", "table_sg", "lens_ss", "lens_sg", "window"]
+_VARYING_POINTERS = ["table", "starts", "widths", "lens", "total", "base", "cu_q"]
 
 
 @triton.jit(
     do_not_specialize=[*_VARYING, "splits", "split_tokens", "first_split", "all_splits"],
-    do_not_specialize_on_alignment=_VARYING_POINTERS[:4],
+    do_not_specialize_on_alignment=_VARYING_POINTERS[:-1],
 )
 def _decode_kernel(
-    q, k, v, table, lens, total, base, out, lse,
+    q, k, v, table, starts, widths, first_row, table_ss, table_sg, lens, total, base, out, lse,
     scale, cap, window, splits, split_tokens, first_split, all_splits,
-    q_st, q_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp, table_ss, table_sg, lens_ss, lens_sg,
+    q_st, q_sh, k_sn, k_sh, k_sp, v_sn, v_sh, v_sp, lens_ss, lens_sg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, VDIM: tl.constexpr, BLOCK_V: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
-    ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, MULTI: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_PER_HEAD: tl.constexpr, PACKED: tl.constexpr, POOL_HEADS: tl.constexpr,
+    MULTI: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for its query group. out [S, Hq, splits, Dv], lse [S, Hq, splits]."""
     span, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
     split = tl.program_id(1)
     row = head if ROW_PER_HEAD else 0
-    length, whole, before = _row_place(
+    length, whole, before = row_place(
         lens, total, base, span, head, row, lens_ss, lens_sg, KV_HEADS, MULTI
     )
     start = 0
@@ -200,7 +159,9 @@ def _decode_kernel(
             q + span * q_st + heads[:, None] * q_sh + d[None, :],
             mask=(g < GROUP)[:, None] & (d < DIM)[None, :], other=0.0,
         )  # fmt: skip
-        table += span * table_ss + row * table_sg
+        table = row_table(
+            table, starts, widths, first_row, table_ss, table_sg, span, row, PACKED
+        )  # fmt: skip
         if POOL_HEADS:
             k += head * k_sh
             v += head * v_sh
@@ -265,7 +226,7 @@ def paged_decode(
     value_dim, splits = out.shape[2], []
     for keys in segments:
         rows = spans * _kv_heads(keys)
-        longest = min(max_len, keys.table.shape[2] * keys.page_size)
+        longest = keys.longest(max_len)
         splits.append(plan_splits(rows, longest, multiprocessors(q.device)))
     total = sum(n for n, _ in splits)
     part = torch.empty(spans, q_heads, total, value_dim, dtype=torch.float32, device=q.device)
@@ -282,7 +243,7 @@ def paged_decode(
 
 
 def _kv_heads(keys: Keys) -> int:
-    return max(keys.table.shape[1], keys.k.shape[1])
+    return max(keys.groups, keys.k.shape[1])
 
 
 def _block(dim: int) -> int:
@@ -303,14 +264,15 @@ def _launch_decode(
     block_d, block_v = _block(dim), _block(value_dim)
     tuning = _fitted(DECODE, keys, block_d + block_v)
     _decode_kernel[(spans * kv_heads, splits[0])](
-        q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, part, lse,
+        q, keys.k, keys.v, *keys.place(), keys.lens, keys.total, keys.base, part, lse,
         *capped(*logits), window or 0, *splits, first, part.shape[2],
         *q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3],
-        *keys.table.stride()[:2], *keys.lens.stride(),
+        *keys.lens.stride(),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)),
         DIM=dim, BLOCK_D=block_d, VDIM=value_dim, BLOCK_V=block_v,
         PAGE=keys.page_size, BLOCK_N=tuning.keys,
-        ROW_PER_HEAD=keys.table.shape[1] > 1, POOL_HEADS=keys.k.shape[1] > 1,
+        ROW_PER_HEAD=keys.groups > 1, POOL_HEADS=keys.k.shape[1] > 1,
+        PACKED=isinstance(keys.table, PackedTable),
         MULTI=keys.total is not None, WINDOW=window is not None, SOFTCAP=logits[1] != 0,
         PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip
@@ -380,7 +342,7 @@ def _prefill_kernel(
     queries = tl.load(cu_q + span + 1) - q0
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # longest first
     if tile < queries * GROUP:
-        length, whole, before = _row_place(
+        length, whole, before = row_place(
             lens, total, base, span, head, row, lens_ss, lens_sg, KV_HEADS, MULTI
         )
         m = tile + tl.arange(0, BLOCK_M)

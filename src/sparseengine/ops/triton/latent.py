@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseengine.core.view import PackedTable
 from sparseengine.ops.triton.attention import (
-    Keys,
     _merge_kernel,
-    _row_place,
     capped,
     soft_cap,
 )
+from sparseengine.ops.triton.keys import Keys, row_place, row_table
 from sparseengine.ops.triton.launch import (
     Tuning,
     dot_precision,
@@ -124,18 +124,19 @@ def _latent_walk(
 @triton.jit(
     do_not_specialize=[
         "tiles", "first_span", "splits", "split_tokens", "first_split", "all_splits",
-        "table_ss", "lens_ss",
+        "first_row", "table_ss", "table_sg", "lens_ss",
     ],
-    do_not_specialize_on_alignment=["table", "lens", "total", "base", "cu_q"],
+    do_not_specialize_on_alignment=["table", "starts", "widths", "lens", "total", "base", "cu_q"],
 )  # fmt: skip
 def _latent_kernel(
-    q, pool, table, lens, total, base, cu_q, out, lse,
+    q, pool, table, starts, widths, first_row, table_ss, table_sg, lens, total, base, cu_q,
+    out, lse,
     scale, cap, tiles, first_span, splits, split_tokens, first_split, all_splits,
-    q_st, q_sh, o_st, o_sh, o_ss, pool_sn, pool_sp, table_ss, lens_ss,
+    q_st, q_sh, o_st, o_sh, o_ss, pool_sn, pool_sp, lens_ss,
     HEADS: tl.constexpr, VDIM: tl.constexpr, BLOCK_C: tl.constexpr,
     ROPE: tl.constexpr, BLOCK_R: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SINGLE: tl.constexpr, MULTI: tl.constexpr,
-    DIRECT: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    DIRECT: tl.constexpr, PACKED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One split of the keys for one tile of a span's (query, head) pairs.
 
@@ -151,7 +152,7 @@ def _latent_kernel(
         q0 -= first_span  # the spans before the first hold one query each and are not in q
     if tile * BLOCK_M < queries * HEADS:
         span += first_span
-        length, whole, before = _row_place(lens, total, base, span, 0, 0, lens_ss, 0, 1, MULTI)
+        length, whole, before = row_place(lens, total, base, span, 0, 0, lens_ss, 0, 1, MULTI)
         m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
         real = m < queries * HEADS
         i, head = m // HEADS, m % HEADS
@@ -166,9 +167,12 @@ def _latent_kernel(
         row = (token * HEADS + head) * all_splits + first_split + split
         if hi + (1 if DIRECT else 0) > lo:  # an empty row's only split writes its zeros
             visible = tl.minimum(offset + i, length)
+            ids = row_table(
+                table, starts, widths, first_row, table_ss, table_sg, span, 0, PACKED
+            )  # fmt: skip
             peak, norm, acc = _latent_walk(
-                q + token * q_st + head * q_sh, real, pool, table + span * table_ss, lo, hi,
-                visible, scale, cap, pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE,
+                q + token * q_st + head * q_sh, real, pool, ids, lo, hi, visible, scale, cap,
+                pool_sn, pool_sp, VDIM, BLOCK_C, ROPE, BLOCK_R, PAGE,
                 BLOCK_M, BLOCK_N, SINGLE, SOFTCAP, PRECISION,
             )  # fmt: skip
             safe = tl.where(norm > 0, norm, 1.0)
@@ -211,7 +215,7 @@ def paged_latent(
     tiles = triton.cdiv(max_q * q_heads, pairs)
     plans = []
     for keys in segments:
-        longest = min(max_len, keys.table.shape[2] * keys.page_size)
+        longest = keys.longest(max_len)
         plans.append(plan_waves(spans * tiles, longest, multiprocessors(q.device)))
     total = sum(n for n, _ in plans)
     part, lse = out, None
@@ -245,13 +249,14 @@ def _launch(
     tuning = WIDE if pairs > 32 else NARROW
     tuning = tuning.fitted(row_bytes, shared_memory_bytes(q.device) - row_bytes * pairs)
     _latent_kernel[(spans * tiles, plan[0])](
-        q, pool, keys.table, keys.lens, keys.total, keys.base, cu_q, part, lse,
+        q, pool, *keys.place(), keys.lens, keys.total, keys.base, cu_q, part, lse,
         *capped(*logits), tiles, first_span, *plan, first, 1 if lse is None else lse.shape[2],
         *q.stride()[:2], *part.stride()[:2], 0 if lse is None else part.stride(2),
-        pool.stride(0), pool.stride(2), keys.table.stride(0), keys.lens.stride(0),
+        pool.stride(0), pool.stride(2), keys.lens.stride(0),
         HEADS=q.shape[1], VDIM=value_dim, BLOCK_C=block_c, ROPE=rope, BLOCK_R=block_r,
         PAGE=keys.page_size, BLOCK_M=pairs, BLOCK_N=tuning.keys, SINGLE=single,
-        MULTI=keys.total is not None, DIRECT=lse is None, SOFTCAP=logits[1] != 0,
+        MULTI=keys.total is not None, DIRECT=lse is None,
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0,
         PRECISION=dot_precision(q.dtype),
         num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip

@@ -1,0 +1,216 @@
+"""Decode steps as captured CUDA graphs: one launch instead of a thousand.
+
+A step of decodes only is padded to a bucket of requests and replayed. Its inputs lie at fixed
+addresses: token ids, positions, row lengths, budgets, and where each request's page tables are. All
+else (slot mapping, selection, attention, the largest logit) is device work inside the graph. Padded
+rows read and write the trash page. Beside shapes, a graph depends on its `Key` alone.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparseengine.cache.manager import PagedCache
+from sparseengine.core.attention import AttentionBackend
+from sparseengine.core.context import StepContext
+from sparseengine.core.method import SparseMethod
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.specs import LayerKind, ModelSpec
+from sparseengine.engine.controller import Controller
+from sparseengine.engine.model import Model
+
+_FIRST_LEN = 4096
+_LEN_GROWTH = 2  # row lengths are bucketed by powers of this
+
+
+class Key(NamedTuple):
+    """rows, max_len: rounded up to buckets. method, budget: of a method that selects in this step;
+    "" and None when everything is read."""
+
+    rows: int
+    max_len: int
+    method: str
+    budget: int | None
+
+    @property
+    def host_len(self) -> int:
+        """The row length that host code is told: above the budget exactly when there is one."""
+        return 0 if self.budget is None else max(self.max_len, self.budget + 1)
+
+
+class Best(NamedTuple):
+    """Greedy tokens int64 [S] and their logits fp32 [S], on the device."""
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Captured(NamedTuple):
+    """How to run a captured step again, and where its results are."""
+
+    replay: Callable[[], None]
+    hidden: Tensor
+    best: Best
+
+
+def row_buckets(limit: int) -> list[int]:
+    """Numbers of requests that steps are padded to."""
+    sizes = [1, 2, 4, 8, *range(16, 129, 16), *range(160, 513, 32), *range(576, 4097, 64)]
+    return [n for n in sizes if n < limit] + [limit]
+
+
+def len_buckets(limit: int) -> list[int]:
+    """Row lengths that launch grids are sized by."""
+    sizes, size = [], _FIRST_LEN
+    while size < limit:
+        sizes.append(size)
+        size *= _LEN_GROWTH
+    return [*sizes, limit]
+
+
+class DecodeGraphs:
+    """Captures decode steps, replays them, and says which steps it can take."""
+
+    def __init__(
+        self,
+        model: Model,
+        spec: ModelSpec,
+        cache: PagedCache,
+        controller: Controller,
+        methods: Mapping[str, SparseMethod],
+        backends: Sequence[AttentionBackend],
+        *,
+        max_rows: int,
+        max_len: int,
+    ) -> None:
+        self.model, self.spec, self.cache = model, spec, cache
+        self.controller, self.methods, self.backends = controller, methods, tuple(backends)
+        self.rows, self.lens = row_buckets(max_rows), len_buckets(max_len)
+        device = cache.device
+        self._inputs = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        self._graphs: dict[Key, Captured] = {}
+        self._pool: Any = None
+        self._version = -1
+        self._has_states = any(s.kind is LayerKind.RECURRENT for s in spec.layers)
+        cache.make_static(max_rows)
+
+    # ── which steps ──────────────────────────────────────────────────────────────────────────────
+
+    def key(self, plan: StepPlan) -> Key | None:
+        """The graph that runs this reserved step, or None: it has to run eagerly.
+
+        Eager are steps with prompts, with a request that is recorded, of several methods of which
+        one selects, and of models with recurrent states.
+        """
+        if self._has_states or any(c.purpose is not Purpose.DECODE for c in plan.chunks):
+            return None
+        if len(plan.chunks) > self.rows[-1] or any(c.request.sparse.record for c in plan.chunks):
+            return None
+        names = {c.request.method for c in plan.chunks}
+        acting = [n for n in names if _selects(self.methods[n])]
+        longest = self.cache.longest_rows()
+        budget = None
+        if acting:
+            method = self.methods[acting[0]]
+            if len(names) > 1 or not method.traits.graph_safe:
+                return None
+            budget = method.captured_budget(plan, longest.tolist())
+        rows = self.rows[bisect_left(self.rows, len(plan.chunks))]
+        at = bisect_left(self.lens, int(longest.max(initial=1)))
+        if at == len(self.lens):
+            return None
+        return Key(rows, self.lens[at], acting[0] if budget is not None else "", budget)
+
+    # ── replay ───────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, plan: StepPlan, key: Key) -> tuple[Tensor, Best]:
+        """Hidden states [S, hidden] and greedy tokens of a reserved step; captures on first use."""
+        captured = self._captured(key)
+        num = len(plan.chunks)
+        inputs = np.zeros((3, key.rows), np.int64)
+        inputs[0, :num] = [c.tokens[0] for c in plan.chunks]
+        inputs[1, :num] = [c.start for c in plan.chunks]
+        inputs[2] = inputs[1] + 1  # a decoded token lies behind its prompt
+        self._inputs[:, : key.rows].copy_(torch.from_numpy(inputs))
+        self.cache.load_static(key.rows)
+        captured.replay()
+        self.controller.replayed(plan, self.cache.longest_rows().tolist())
+        best = Best(captured.best.tokens[:num], captured.best.logits[:num])
+        return captured.hidden[:num], best
+
+    def _captured(self, key: Key) -> Captured:
+        if self._version != self.cache.static_version:  # an address has changed
+            self._graphs.clear()
+            self._version = self.cache.static_version
+        if key not in self._graphs:
+            self._graphs[key] = self._record(key)
+        return self._graphs[key]
+
+    # ── capture ──────────────────────────────────────────────────────────────────────────────────
+
+    def warm_up(self) -> None:
+        """Capture every bucket of requests at the shortest length, the largest first."""
+        for rows in reversed(self.rows):
+            self._captured(Key(rows, self.lens[0], "", None))
+
+    def capture_largest(self) -> None:
+        """Capture the largest bucket of requests alone."""
+        self._captured(Key(self.rows[-1], self.lens[0], "", None))
+
+    @property
+    def num_captured(self) -> int:
+        return len(self._graphs)
+
+    def _record(self, key: Key) -> Captured:
+        """Run the made-up step once, which compiles kernels and fills workspaces, then capture."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        self.cache.clear_static(key.rows, key.budget)
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.device_work(key)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            hidden, best = self.device_work(key)
+        return Captured(graph.replay, hidden, best)
+
+    def device_work(self, key: Key) -> tuple[Tensor, Best]:
+        """A step that reads the fixed addresses; the plan is made anew, so that nothing that host
+        code remembers of another run gets into this one."""
+        plan = _made_up(key, next(iter(self.methods)))
+        ids, positions, lengths = self._inputs[:, : key.rows].unbind(0)
+        with self.cache.static_step(plan, key.max_len, key.host_len):
+            ctx = StepContext(
+                plan, self.cache, self.controller, self.backends, self.spec, lengths=lengths
+            )
+            hidden = self.model(ids, positions, ctx)
+        logits, tokens = self.model.logits(hidden).max(-1)
+        return hidden, Best(tokens, logits)
+
+
+def _selects(method: SparseMethod) -> bool:
+    return type(method).select is not SparseMethod.select
+
+
+def _made_up(key: Key, method: str) -> StepPlan:
+    """Decodes of requests that do not exist, alike in what the key says."""
+    chunks = []
+    for i in range(key.rows):
+        request = Request(
+            id=-1 - i,
+            tokens=[0, 0],
+            prompt_len=1,
+            max_tokens=1,
+            method=key.method or method,
+            budget=key.budget,
+        )
+        chunks.append(Chunk(request, (0,), 1, Purpose.DECODE, True))
+    return StepPlan(tuple(chunks))

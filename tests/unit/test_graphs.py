@@ -1,0 +1,178 @@
+"""Decode steps from fixed addresses: what a captured graph would run, run again on the CPU.
+
+A CUDA graph replays device work over buffers whose addresses it holds. Here the same work is run
+anew from the same buffers, with host facts (plan, lengths) that belong to the made-up step: code
+that still looks at the real step, or an input that is not loaded, changes tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.engines import VOCAB, save_checkpoint
+from sparseengine.cache.manager import PagedCache
+from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.engine.graphs import Captured, DecodeGraphs, Key, len_buckets, row_buckets
+from sparseengine.llm import LLM
+
+METHODS = ("full", "snapkv", "adakv", "quest", "streaming_llm", "keydiff")
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+class Rerun(DecodeGraphs):
+    """Runs the device work of a made-up step again where a device would replay it."""
+
+    def _record(self, key: Key) -> Captured:
+        self.cache.clear_static(key.rows, key.budget)
+        hidden, best = self.device_work(key)
+
+        def replay() -> None:
+            new_hidden, new_best = self.device_work(key)
+            hidden.copy_(new_hidden)
+            best.tokens.copy_(new_best.tokens)
+            best.logits.copy_(new_best.logits)
+
+        return Captured(replay, hidden, best)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("tiny"))
+
+
+def open_llm(folder: Path, *, graphs: bool, methods: tuple[str, ...], **options: object) -> LLM:
+    llm = LLM(
+        str(folder),
+        quiet=True,
+        attention_backend="reference",
+        enable_methods=methods,
+        max_model_len=512,
+        max_num_seqs=8,
+        **{"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 128, **options},
+    )
+    if graphs:
+        runner = llm.engine.runner
+        cache = runner.cache
+        assert isinstance(cache, PagedCache)
+        for group in cache.groups:
+            group.mirrored = True  # as on a device: the tables have a copy of their own
+        instances = llm.engine.intake.methods.instances
+        runner.graphs = Rerun(
+            runner.model, runner.spec, cache, runner.controller, instances, runner.backends,
+            max_rows=8, max_len=512,
+        )  # fmt: skip
+    return llm
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    sizes = (150, 33, 90, 120, 61)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in sizes]
+
+
+def tokens(llm: LLM, sampling: SamplingParams, sparse: SparseParams | list[SparseParams]) -> list:
+    outputs = llm.generate(prompts(), sampling, sparse, use_tqdm=False)
+    return [[c.token_ids for c in o.outputs] for o in outputs]
+
+
+@pytest.fixture(autouse=True)
+def _packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedCache, "_walks_packed", lambda self, step: step.is_decode)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_replayed_steps_give_the_tokens_of_eager_ones(folder: Path, method: str) -> None:
+    sparse = SparseParams("full") if method == "full" else SparseParams(method, budget=64)
+    found, replays = [], []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=(method,)) as llm:
+            found.append(tokens(llm, GREEDY, sparse))
+            replays.append(llm.engine.runner.num_replays)
+            cache = llm.engine.scheduler.cache
+            cache.check()
+            assert cache.free_pages() == cache.total_pages()
+    assert found[0] == found[1]
+    assert replays[0] == 0
+    assert replays[1] >= 15
+
+
+def test_methods_that_act_at_the_end_of_the_prompt_share_replays(folder: Path) -> None:
+    sparse = [
+        SparseParams("snapkv", budget=40),
+        SparseParams("full"),
+        SparseParams("adakv", budget=50),
+    ]
+    sparse += [SparseParams("keydiff", budget=33), SparseParams("snapkv", ratio=0.5)]
+    methods = ("full", "snapkv", "adakv", "keydiff")
+    found = []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=methods) as llm:
+            found.append(tokens(llm, GREEDY, sparse))
+            replays = llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert replays >= 15
+
+
+def test_budgets_of_a_selecting_method_may_differ_in_a_replay(folder: Path) -> None:
+    sparse = [SparseParams("quest", budget=b) for b in (48, 64, 1000, 80, 48)]
+    found = []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=("quest",)) as llm:
+            found.append(tokens(llm, GREEDY, sparse))
+            replays = llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert replays >= 15
+
+
+def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:
+    sampling = SamplingParams(
+        temperature=0.8, seed=3, n=2, max_tokens=16, ignore_eos=True, logprobs=2
+    )
+    found = []
+    for graphs in (False, True):
+        tight = {"kv_cache_memory_bytes": None, "num_gpu_blocks_override": 24}
+        with open_llm(folder, graphs=graphs, methods=("snapkv",), **tight) as llm:
+            found.append(tokens(llm, sampling, SparseParams("snapkv", budget=64)))
+            metrics, replays = llm.engine.metrics(), llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert replays > 0
+    assert metrics["request_success_length"] == 10
+
+
+def test_steps_that_must_run_eagerly_do(folder: Path) -> None:
+    with open_llm(folder, graphs=True, methods=("quest", "full")) as llm:
+        mixed = [SparseParams("quest", budget=48), SparseParams("full")]
+        llm.generate(prompts()[:2], GREEDY, mixed, use_tqdm=False)
+        assert llm.engine.runner.num_replays == 0, "one of several methods acts while decoding"
+        recorded = SparseParams("full", record=True)
+        llm.generate(prompts()[:2], GREEDY, recorded, use_tqdm=False)
+        assert llm.engine.runner.num_replays == 0, "records are written by the host"
+
+
+def test_a_new_address_of_the_tables_drops_the_graphs(folder: Path) -> None:
+    with open_llm(folder, graphs=True, methods=("full",)) as llm:
+        before = tokens(llm, GREEDY, SparseParams("full"))
+        graphs = llm.engine.runner.graphs
+        assert graphs is not None
+        captured = graphs.num_captured
+        assert captured > 0
+        cache = llm.engine.scheduler.cache
+        assert isinstance(cache, PagedCache)
+        version = cache.static_version
+        for group in cache.groups:
+            group._make_mirror(group.mirror.numel())
+            group.rows.tables._replaced = True
+        assert cache.static_version > version
+        assert tokens(llm, GREEDY, SparseParams("full")) == before
+        assert graphs.num_captured == captured
+
+
+def test_buckets_cover_every_size() -> None:
+    assert row_buckets(1) == [1]
+    assert row_buckets(20) == [1, 2, 4, 8, 16, 20]
+    assert row_buckets(320)[-2:] == [288, 320]
+    assert len_buckets(2000) == [2000]
+    assert len_buckets(40960) == [4096, 8192, 16384, 32768, 40960]
