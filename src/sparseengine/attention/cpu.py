@@ -35,6 +35,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    graph_safe = False
 
     def __init__(self) -> None:
         self._scratch: _Scratch | None = None

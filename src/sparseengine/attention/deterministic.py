@@ -33,6 +33,7 @@ class DeterministicBackend:
     """Fixed tiles of 16 queries x 64 keys in plain torch, fp32 (fp64 for fp64 queries)."""
 
     name = "deterministic"
+    graph_safe = False
 
     def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support:
         if need.codec:

@@ -41,6 +41,7 @@ class ReferenceBackend:
     """Plain torch, one span and one KV head at a time, in fp32 (fp64 for fp64 queries)."""
 
     name = "reference"
+    graph_safe = False
 
     def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support:
         if need.codec:

@@ -33,6 +33,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    graph_safe = True
 
     def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support:
         layer = need.layer

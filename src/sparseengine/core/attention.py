@@ -47,9 +47,13 @@ class Support:
 
 
 class AttentionBackend(Protocol):
-    """Runs one view of one layer. Knows no method."""
+    """Runs one view of one layer. Knows no method.
+
+    graph_safe: `run` never waits for the device, so that a captured graph can hold it.
+    """
 
     name: str
+    graph_safe: bool
 
     def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support: ...
 

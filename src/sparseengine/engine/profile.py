@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from sparseengine.attention import BACKENDS
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.params import SamplingParams
@@ -28,9 +29,11 @@ class Needs(NamedTuple):
 
 
 def uses_graphs(resolved: Resolved) -> bool:
-    """Decode steps are captured on CUDA devices unless the config says otherwise."""
-    runtime = resolved.config.runtime
-    return resolved.device.type == "cuda" and not runtime.enforce_eager
+    """Decode steps are captured on CUDA devices if every layer's backend can be, and unless the
+    config says otherwise."""
+    if resolved.device.type != "cuda" or resolved.config.runtime.enforce_eager:
+        return False
+    return all(BACKENDS.get(route.selected).graph_safe for route in resolved.routes)
 
 
 def make_graphs(resolved: Resolved, runner: Runner, methods: MethodTable) -> DecodeGraphs:

@@ -1,0 +1,84 @@
+"""Captured decode steps on a CUDA device: replay equals eager, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fixtures.engines import BOS, EOS, VOCAB, make_tokenizer, save_checkpoint
+from fixtures.tiny_latent import save_latent
+from sparseengine import LLM, SamplingParams, SparseParams
+from sparseengine.methods import METHODS
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+DRAWN = SamplingParams(temperature=0.8, seed=5, n=2, max_tokens=12, ignore_eos=True, logprobs=1)
+
+
+def _latent(folder: Path) -> Path:
+    save_latent(folder, "glm4_moe_lite", vocab_size=VOCAB, bos_token_id=BOS, eos_token_id=EOS)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda folder: save_checkpoint(folder, "llama", head_dim=32),
+    "gemma3": lambda folder: save_checkpoint(folder, "gemma3"),
+    "latent-and-experts": _latent,
+}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = (257, 300, 33, 200, 411)
+    return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in sizes]
+
+
+def mixtures(methods: list[str]) -> list[list[SparseParams]]:
+    """Every method alone, then those that select nothing while decoding in one batch."""
+    alone = []
+    for name in methods:
+        takes = METHODS.get(name).traits.takes
+        alone.append(SparseParams(name) if takes == "none" else SparseParams(name, budget=64))
+    quiet = [p for p in alone if not METHODS.get(p.method).traits.decode_hooks]
+    mixed = [quiet[i % len(quiet)] for i in range(len(prompts()))]
+    return [*([p] * len(prompts()) for p in alone), mixed]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_replay_equals_eager_for_every_method(tmp_path: Path, model: str) -> None:
+    folder = MODELS[model](tmp_path)
+    methods = [m for m in METHODS if model != "latent-and-experts" or m != "adakv"]
+    found = {}
+    for eager in (True, False):
+        with LLM(
+            str(folder),
+            device="cuda",
+            dtype="float32",
+            enforce_eager=eager,
+            enable_methods=tuple(methods),
+            kv_cache_memory_bytes=1 << 28,
+            max_num_batched_tokens=256,
+            max_num_seqs=12,
+            quiet=True,
+        ) as llm:
+            runner, tokens = llm.engine.runner, []
+            for sparse in mixtures(methods):
+                before = runner.num_replays
+                outputs = llm.generate(prompts(), GREEDY, sparse, use_tqdm=False)
+                tokens.append([o.outputs[0].token_ids for o in outputs])
+                assert (runner.num_replays - before >= 20) != eager
+            drawn = llm.generate(prompts(), DRAWN, use_tqdm=False)
+            tokens.append([c.token_ids for o in drawn for c in o.outputs])
+            found[eager] = tokens
+            cache = llm.engine.scheduler.cache
+            cache.check()
+            assert cache.free_pages() == cache.total_pages()
+    for name, eager_tokens, replayed in zip(
+        [*methods, "mixed", "drawn"], found[True], found[False], strict=True
+    ):
+        assert eager_tokens == replayed, name
