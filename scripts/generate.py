@@ -117,7 +117,48 @@ def _overview(rows: list[Mapping[str, Any]]) -> str:
     return markdown_table(columns, lines)
 
 
-PAGES = {"cli.md": cli_page, "config.md": config_page, "methods.md": methods_page}
+def models_page() -> str:
+    from sparseengine.cli.models import LEGEND, family_rows, shape_rows
+    from sparseengine.methods import kind_matrix
+
+    def rows_of(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[object]]]:
+        cells: list[list[object]] = [
+            [f"{v:,}" if type(v) is int else _plain(v) for v in row.values()] for row in rows
+        ]
+        return list(rows[0]), cells
+
+    matrix = kind_matrix()
+    kinds = list(next(iter(matrix.values())))
+    cells: list[list[object]] = [[name, *(row[k] for k in kinds)] for name, row in matrix.items()]
+    return "\n".join(
+        [
+            HEADER,
+            "# Models\n",
+            "A checkpoint's `config.json` names its architecture; `sparseengine models` prints "
+            "this page's tables.\n",
+            markdown_table(*rows_of(family_rows())),
+            "\n" + LEGEND.replace("\n", " ") + ".\n",
+            "## Methods and kinds of layers\n",
+            "Every cell is a test. FULL: all tokens are stored; WINDOW: the last `window` tokens; "
+            "LATENT: one compressed row per token (MLA). RECURRENT layers store no tokens and no "
+            "method acts on them. Mixture-of-experts blocks are no concern of a method.\n",
+            markdown_table(["method", *kinds], cells),
+            "\n## Shapes\n",
+            "Config files of well-known models for `--load-format dummy --hf-config NAME` and "
+            "`doctor --input-len`: sizes without weights. KV bytes are those of FULL and LATENT "
+            "layers in bf16.\n",
+            markdown_table(*rows_of(shape_rows())),
+            "",
+        ]
+    )
+
+
+PAGES = {
+    "cli.md": cli_page,
+    "config.md": config_page,
+    "methods.md": methods_page,
+    "models.md": models_page,
+}
 
 
 def main() -> int:

@@ -75,10 +75,12 @@ def answer_one(
     shown = ""
     try:
         for output in llm.stream_chat(messages, sampling, sparse):
-            text = output.outputs[0].text
-            sys.stdout.write(text[len(shown) :])
+            answer = output.outputs[0]
+            sys.stdout.write(answer.text[len(shown) :])
             sys.stdout.flush()
-            shown = text
+            shown = answer.text
+            if answer.finish_reason == "error":
+                note(f"\nerror: {answer.stop_reason}")
     except KeyboardInterrupt:
         note(" (stopped)")
     print(flush=True)

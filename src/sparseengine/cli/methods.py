@@ -41,6 +41,7 @@ def overview(row: Mapping[str, Any]) -> dict[str, Any]:
         "budget": traits["takes"],
         "prefill policy": traits["prefill_policy"],
         "sharing": traits["sharing"],
+        "acts on": ", ".join(traits["kinds"]),
         "knobs": knobs or "-",
     }
 
