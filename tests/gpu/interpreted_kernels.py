@@ -12,8 +12,10 @@ from kernel_checks import (
     check_attention,
     check_compact,
     check_copy_pages,
+    check_fused,
     check_pages,
     check_store,
+    check_top_pages,
     check_window_scores,
     seeded_and_poisoned,
 )
@@ -144,3 +146,15 @@ def test_values_narrower_than_keys() -> None:
 
 def test_half_precision() -> None:
     check_attention(Shape(dim=64, group=8), [1, 20], [[[90, 8], [20, 35]]], F16, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [F32, F16])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) -> None:
+    check_fused(tokens, dtype, "cpu")
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (1, 1)])
+@pytest.mark.parametrize("columns", [5, 37])
+def test_top_pages(heads: int, groups: int, columns: int) -> None:
+    check_top_pages(heads, groups, columns, "cpu")

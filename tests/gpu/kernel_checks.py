@@ -194,3 +194,64 @@ def check_pages(shape: Shape, spans: int, width: int, dtype: torch.dtype, device
     q = torch.randn(spans, shape.heads * shape.group, shape.dim, device=device).to(dtype)
     got = kernels.page_scores(q, low, high, table, shape.group)
     assert_close(got, reference.page_scores(q, low, high, table, shape.group), dtype)
+
+
+def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
+    """The kernels between matrix products, on strided inputs, partial rotation and odd sizes."""
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    wide = draw(tokens, 203)
+    x, residual = wide[:, :96], draw(tokens, 96)
+    for weight in (draw(96), draw(96).float()):
+        want = reference.add_rms_norm(x, residual, weight, 1e-6)
+        for found, twin in zip(kernels.add_rms_norm(x, residual, weight, 1e-6), want, strict=True):
+            assert_close(found, twin, dtype)
+    for activation in ("silu", "gelu_tanh"):
+        both = draw(tokens, 2 * 1100)
+        assert_close(kernels.gated(both, activation), reference.gated(both, activation), dtype)
+    for dim, half, heads in ((16, 8, 9), (24, 6, 5), (64, 32, 3)):
+        qk = draw(tokens, heads * dim + 5)[:, : heads * dim].unflatten(1, (heads, dim))
+        turn = draw(tokens, 1, half), draw(tokens, 1, half)
+        for weights in ((None, None), (draw(dim), draw(dim).float())):
+            args = (qk, *turn, heads - 1, *weights, 1e-6)
+            assert_close(kernels.norm_rotate(*args), reference.norm_rotate(*args), dtype)
+
+
+def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:
+    """Choices equal the twin's exactly: ties, NaN, zeros of both signs, short and empty rows."""
+    page, lens_of = 4, [0, 1, 4, 5, 4 * columns, 3 * columns, columns, 2 * columns + 1]
+    lens = torch.tensor(lens_of, device=device, dtype=torch.int32)[:, None].repeat(1, groups)
+    if groups > 1:
+        lens[-1, 0] = columns
+    spans = len(lens_of)
+    scores = torch.randn(spans, heads, columns, device=device)
+    scores[scores.abs() < 0.2] = 0.0
+    scores[torch.rand_like(scores) < 0.1] = -0.0
+    scores[torch.rand_like(scores) < 0.1] = float("nan")
+    scores[torch.rand_like(scores) < 0.05] = float("-inf")
+    scores = scores.mul(4).round().div(4)  # many ties
+    for budget in (30, 4 * columns):
+        budgets = torch.full((spans,), budget, device=device, dtype=torch.int32)
+        budgets[1::3] = 16
+        most = int(budgets.max())
+        width = min(columns, max(3, -(-most // page)))
+        args = (scores, lens, budgets, page)
+        for sinks in (0, 2):
+            limits = {"sinks": sinks, "least": 3, "width": width}
+            found, want = kernels.top_pages(*args, **limits), reference.top_pages(*args, **limits)
+            assert torch.equal(found, want)
+        table = PackedTable(
+            torch.randint(0, 999, (5000,), device=device, dtype=torch.int32),
+            torch.randint(0, 100, (spans,), device=device),
+            torch.full((spans,), columns + 2, device=device),
+            row=1, groups=groups, columns=columns,
+        )  # fmt: skip
+        for index in (want, want[:, :1]):
+            pairs = zip(
+                kernels.take_pages(table, index, lens, page),
+                reference.take_pages(table, index, lens, page),
+                strict=True,
+            )
+            assert all(torch.equal(a, b) for a, b in pairs)

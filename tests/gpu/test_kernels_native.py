@@ -15,8 +15,10 @@ from kernel_checks import (
     check_attention,
     check_compact,
     check_copy_pages,
+    check_fused,
     check_pages,
     check_store,
+    check_top_pages,
     check_window_scores,
     seeded_and_poisoned,
 )
@@ -118,3 +120,15 @@ def test_window_scores(shape: Shape, reduce: str) -> None:
 def test_page_summaries(shape: Shape) -> None:
     for dtype in DTYPES:
         check_pages(shape, 5, 100, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) -> None:
+    check_fused(tokens, dtype, "cuda")
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (1, 1)])
+@pytest.mark.parametrize("columns", [5, 64, 2048, 5000])
+def test_top_pages(heads: int, groups: int, columns: int) -> None:
+    check_top_pages(heads, groups, columns, "cuda")

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sparseengine.methods.budgets import (
     largest_remainder,
-    mask_to_columns,
     protect,
     split_protected,
     top_mask,
@@ -45,15 +44,6 @@ def test_top_mask_keeps_every_tie_in_order_on_many_rows() -> None:
     mask = top_mask(scores, torch.full((3, 4), 7))
     assert mask[..., :7].all()
     assert not mask[..., 7:].any()
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=20), st.integers(0, 3))
-def test_mask_to_columns_lists_the_true_entries_and_pads(mask: list[bool], room: int) -> None:
-    found = [j for j, m in enumerate(mask) if m]
-    width = len(found) + room
-    got = mask_to_columns(torch.tensor([[mask]]), width)
-    assert got.dtype == torch.int32
-    assert got.tolist() == [[found + [-1] * room]]
 
 
 def test_protect_forces_sinks_and_recent_and_drops_what_is_past_the_row() -> None:

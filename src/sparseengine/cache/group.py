@@ -13,6 +13,7 @@ from sparseengine.cache.pool import PagePool
 from sparseengine.cache.rows import Draft, RowTable
 from sparseengine.cache.tables import Index, Ints
 from sparseengine.cache.tensors import StaticStep, StepTensors, Tokens, build_step, divide, upload
+from sparseengine.core.method import SealedPages
 from sparseengine.core.specs import Per
 
 _ARENA_ENTRIES = 4  # table entries per page of the pool that the device has room for at first
@@ -125,6 +126,16 @@ class GroupCache:
             page, offset = divide(slots.reshape(-1), self.geo.page_size)
             for aux in self.slot_aux.values():
                 aux[page, :, offset] = 0
+
+    def sealed(self, pages: Ints) -> SealedPages:
+        """The report of newly full pages."""
+        return SealedPages(
+            layers=self.geo.group.layers,
+            spec=self.geo.spec,
+            pages=self.upload(pages).long(),
+            payload=self.payload,
+            aux={**self.slot_aux, **self.page_aux},
+        )
 
     # ── captured steps ───────────────────────────────────────────────────────────────────────────
 

@@ -408,9 +408,9 @@ class PagedCache:
         sealed: list[SealedPages] = []
         for g in self.groups:
             report = bool(g.page_aux)
-            rows, pages = g.rows.newly_full(slots, list_pages=report)
+            pages = g.rows.newly_full(slots, list_pages=report)
             if pages.size:
-                sealed.extend(self._sealed(g, rows, pages))
+                sealed.append(g.sealed(pages))
         for c in plan.chunks:
             if c.ends_prompt:
                 self._sides.end_prefill(c.request.id)
@@ -425,23 +425,6 @@ class PagedCache:
         for g in groups:
             assert g.geo.window is not None
             g.poison_pages(g.rows.drop_leading(slots, g.geo.window - 1, g.geo.window_step))
-
-    def _sealed(self, group: GroupCache, rows: np.ndarray, pages: np.ndarray) -> list[SealedPages]:
-        out = []
-        for layer in group.geo.group.layers:
-            span = group.geo.layer_rows(layer)
-            mine = pages[(rows >= span.start) & (rows < span.stop)]
-            if mine.size:
-                out.append(
-                    SealedPages(
-                        layer=layer,
-                        spec=self.model.layers[layer],
-                        pages=group.upload(mine).long(),
-                        payload=group.layer_pools(layer),
-                        aux=group.layer_aux(layer),
-                    )
-                )
-        return out
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────
 

@@ -182,13 +182,13 @@ class RowTable:
 
     # ── sealing ──────────────────────────────────────────────────────────────────────────────────
 
-    def newly_full(self, slots: Index, *, list_pages: bool) -> tuple[Index, Ints]:
-        """Mark full pages as sealed; (row of the request, page) of those not reported before."""
+    def newly_full(self, slots: Index, *, list_pages: bool) -> Ints:
+        """Mark full pages as sealed; those not reported before, each once."""
         full = self.lens[slots] // np.int32(self.page_size)
         done = self.sealed[slots]
         self.sealed[slots] = full
         if not list_pages:
-            return np.zeros(0, np.int64), np.zeros(0, np.int32)
+            return np.zeros(0, np.int32)
         counts = np.maximum(full - done, 0).ravel()
         grown = np.flatnonzero(counts)
         counts = counts[grown]
@@ -197,9 +197,8 @@ class RowTable:
         col = np.arange(row.size) + np.repeat(first, counts)
         rows = row % self.rows
         pages = self.tables.arena[self.tables.at(slots[row // self.rows], rows, col)]
-        # shared pages are full in several requests at once: report each once per row
-        _, once = np.unique(rows * (self.pool.num_pages + 1) + pages, return_index=True)
-        return rows[once], pages[once]
+        # shared pages are full in several requests at once
+        return np.unique(pages) if self.pool.any_shared else np.asarray(pages, np.int32)
 
     def live_entries(self, slots: list[int]) -> Index:
         """Flat index of every table entry in use of some requests."""

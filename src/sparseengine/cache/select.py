@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sparseengine import ops
 from sparseengine.core.view import PackedTable, Segment, Selection
 
 
@@ -15,10 +16,10 @@ def narrow(seg: Segment, sel: Selection, *, units: slice, pools: tuple[Tensor, .
     pools are the whole [N, U, P, D] pools and units the segment's heads in them: a slot selection
     addresses single slots of single heads there, so its table is always per head.
     """
-    index = sel.index.long()
     if sel.owner is None and sel.unit == "page" and isinstance(seg.table, PackedTable):
-        return _packed_pages(seg, seg.table, index)
-    table, lens = seg.dense_table(), seg.lens
+        pages, count = ops.take_pages(seg.table, sel.index, seg.lens, seg.page_size)
+        return Segment(seg.payload, seg.codec, seg.values_in_keys, pages, count, seg.page_size)
+    index, table, lens = sel.index.long(), seg.dense_table(), seg.lens
     if sel.owner is not None:
         table, lens = table[sel.owner], lens[sel.owner]
     spans, groups = table.shape[0], max(table.shape[1], index.shape[1])
@@ -33,15 +34,6 @@ def narrow(seg: Segment, sel: Selection, *, units: slice, pools: tuple[Tensor, .
         count = torch.where(live, fill, 0).sum(2, dtype=torch.int32)
         return Segment(seg.payload, seg.codec, seg.values_in_keys, pages, count, seg.page_size)
     return _slots(seg, table, lens, column, live, units, pools)
-
-
-def _packed_pages(seg: Segment, packed: PackedTable, index: Tensor) -> Segment:
-    """The chosen pages alone, looked up where the tables are stored."""
-    live, column = index >= 0, index.clamp_min(0)
-    pages = torch.where(live, packed.take(column), 0)
-    fill = (seg.lens[..., None] - column * seg.page_size).clamp(0, seg.page_size)
-    count = torch.where(live, fill, 0).sum(2, dtype=torch.int32)
-    return Segment(seg.payload, seg.codec, seg.values_in_keys, pages, count, seg.page_size)
 
 
 def _slots(

@@ -41,12 +41,14 @@ class Traits:
 class SealedPages:
     """Pages that became full (or whose content was compacted) in one group since the last seal.
 
-    For each layer of the group the same call passes that layer's view of the pools:
-    keys: pool [N, Hs, P, D]. pages: int64 [M] page ids, in which every one of the Hs heads is full.
-    aux: name -> the layer's pool-shaped side tensor: SLOT [N, Hs, P, *shape], PAGE [N, Hs, *shape].
+    One report for all layers of the group, so that summaries are one launch however many they are.
+    layers: of the group. spec: any of theirs, for they are alike. pages: int64 [M] distinct page
+    ids, in which all of the U heads are full; a page may hold one head of one layer or all of them.
+    payload: the group's pools, [N, U, P, D] each. aux: its side tensors, SLOT [N, U, P, *shape] and
+    PAGE [N, U, *shape].
     """
 
-    layer: int
+    layers: tuple[int, ...]
     spec: LayerSpec
     pages: Tensor
     payload: tuple[Tensor, ...]
@@ -194,7 +196,7 @@ class SparseMethod:
         return ()
 
     def seal(self, pages: SealedPages) -> None:
-        """Host, batched over all rows of one layer: summarise full pages into PAGE aux tensors."""
+        """Host, batched over all rows of a group: summarise full pages into PAGE aux tensors."""
 
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
         """Extra token runs after prefill, observed and then forgotten."""

@@ -34,18 +34,6 @@ def top_mask(scores: Tensor, count: int | Tensor, most: int | None = None) -> Te
     return above | (ties & (ties.cumsum(-1) <= room))
 
 
-def mask_to_columns(mask: Tensor, width: int) -> Tensor:
-    """Ascending indices of the True entries: bool [..., L] -> int32 [..., width], -1 pads the end.
-
-    A row must not hold more than `width` True entries. No host synchronisation.
-    """
-    rank = mask.cumsum(-1) - 1
-    target = torch.where(mask, rank, width)
-    columns = torch.arange(mask.shape[-1], dtype=torch.int32, device=mask.device).expand(mask.shape)
-    out = torch.full((*mask.shape[:-1], width + 1), -1, dtype=torch.int32, device=mask.device)
-    return out.scatter_(-1, target, columns)[..., :width]
-
-
 def split_protected(budget: int, sink: int, recent: int) -> tuple[int, int]:
     """How many sinks and recent tokens fit a budget: sinks take at most half of it.
 

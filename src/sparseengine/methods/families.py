@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from sparseengine import ops
 from sparseengine.core.method import LayerStep, SparseMethod, Traits
 from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Ragged
 from sparseengine.core.view import Keep, Selection
 from sparseengine.methods.budgets import (
-    mask_to_columns,
     protect,
     split_protected,
     top_mask,
@@ -246,15 +246,6 @@ class SelectionConfig(MethodConfig):
     min_pages: int = knob(3, "pages read at least, whatever the budget", low=1, high=4096)
 
 
-@dataclass(frozen=True, slots=True)
-class _Limits:
-    """Tokens and pages that each span may read, int32 [S, 1], and the most pages of any span."""
-
-    budget: Tensor
-    pages: Tensor
-    width: int
-
-
 class SelectionMethod(Method):
     """Reads the pages with the highest score in each decode step; retains everything.
 
@@ -268,7 +259,7 @@ class SelectionMethod(Method):
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
-        self._seen: tuple[tuple[Chunk, ...], _Limits | None] = ((), None)
+        self._seen: tuple[tuple[Chunk, ...], int | None] = ((), None)
 
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(self.config.dense_layers))
@@ -281,48 +272,35 @@ class SelectionMethod(Method):
         raise NotImplementedError
 
     def select(self, at: LayerStep) -> Selection | None:
-        if not self.acts_on(at.layer):
-            return None
-        limits = self._limits(at)
-        if limits is None:
+        width = self._width(at) if self.acts_on(at.layer) else None
+        if width is None:
             return None
         table, lens = at.table()  # [S, G, W], [S, G]
-        page, columns = at.page_size, table.shape[2]
-        scores = self.score_pages(at, table)  # [S, H, W]
-        used = (lens + page - 1) // page
-        last = used[..., None] - 1  # [S, G, 1]
-        column = torch.arange(columns, device=table.device)
-        sinks = min(self.config.sink_pages, self.config.min_pages - 1)
-        forced = (column == last) | (column < sinks)
-        scores = torch.where(forced, float("inf"), torch.nan_to_num(scores, nan=float("-inf")))
-        scores = torch.where(column <= last, scores, float("-inf"))
-        count = torch.where(lens <= limits.budget, used, used.clamp(max=limits.pages))
-        count = count.long().expand(scores.shape[:2])
-        width = min(limits.width, columns)
-        return Selection(mask_to_columns(top_mask(scores, count, width), width))
+        index = ops.top_pages(
+            self.score_pages(at, table),
+            lens,
+            at.budgets(),
+            at.page_size,
+            sinks=min(self.config.sink_pages, self.config.min_pages - 1),
+            least=self.config.min_pages,
+            width=min(width, table.shape[2]),
+        )
+        return Selection(index)
 
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
         budgets = [c.request.budget or 0 for c in plan.chunks]
         exceeds = any(n > b for n, b in zip(lens, budgets, strict=True))
         return max(budgets) if exceeds and self.layers else None
 
-    def _limits(self, at: LayerStep) -> _Limits | None:
-        """What this step's requests may read; None when all of them read everything.
+    def _width(self, at: LayerStep) -> int | None:
+        """The most pages that a row of this step reads; None when all rows are read whole.
 
         Worked out at the first layer: nothing is evicted, so all layers hold equally many tokens.
         """
         chunks = at.plan.chunks
-        if chunks == self._seen[0]:  # mostly the same objects: compared by identity
-            return self._seen[1]
-        least, page = self.config.min_pages, at.page_size
-        budgets = [c.request.budget or 0 for c in chunks]
-        limits = None
-        if any(max(at.lens(i)) > b for i, b in enumerate(budgets)):
-            budget = at.budgets()[:, None]
-            limits = _Limits(
-                budget=budget,
-                pages=(budget // page).clamp(min=least),
-                width=max(least, *(-(-b // page) for b in budgets)),
-            )
-        self._seen = (chunks, limits)
-        return limits
+        if chunks != self._seen[0]:  # mostly the same objects: compared by identity
+            budgets = [c.request.budget or 0 for c in chunks]
+            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
+            most = max(self.config.min_pages, *(-(-b // at.page_size) for b in budgets))
+            self._seen = (chunks, most if exceeds else None)
+        return self._seen[1]

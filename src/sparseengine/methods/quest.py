@@ -36,8 +36,8 @@ class Quest(SelectionMethod):
         )
 
     def seal(self, pages: SealedPages) -> None:
-        """Summarise pages that became full: keys [N, Hs, P, D] -> kmin, kmax [N, Hs, D]."""
-        if self.acts_on(pages.layer) and len(pages.pages):
+        """Summarise pages that became full: keys [N, U, P, D] -> kmin, kmax [N, U, D]."""
+        if not self._acts.isdisjoint(pages.layers):
             aux = pages.aux
             ops.page_bounds(pages.payload[0], pages.pages, aux["kmin"], aux["kmax"])
 

@@ -43,8 +43,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
         """hidden [T, hidden] -> [T, hidden]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, ctx)
-        out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, ctx)
+        hidden, normed = self.post_attention_layernorm.add(attended, hidden)
+        out: Tensor = hidden + self.mlp(normed)
         return out
 
 

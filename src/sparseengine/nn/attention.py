@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from sparseengine import ops
 from sparseengine.core.context import StepContext
 from sparseengine.core.specs import LayerSpec
 from sparseengine.nn.linear import Linear, MergedLinear
@@ -59,9 +60,19 @@ class Attention(nn.Module):
         qk, v = torch.split(self.qkv_proj(hidden), [self.qk_size, self.v_size], dim=-1)
         qk = torch.unflatten(qk, -1, (sum(heads), spec.head_dim))  # [T, Hq + Hkv, D]
         v = torch.unflatten(v, -1, (spec.kv_heads, spec.value_dim))  # [T, Hkv, Dv]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, heads, dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = torch.split(rotation.apply(qk), heads, dim=1)
+        q, k = torch.split(self._turned(qk, rotation), heads, dim=1)
         out: Tensor = self.o_proj(ctx.attend(self.layer, q, k, v).flatten(1))
         return out
+
+    def _turned(self, qk: Tensor, rotation: Rotation) -> Tensor:
+        """Heads normed and rotated, [T, Hq + Hkv, D]; one kernel on a device."""
+        if qk.is_cuda and not rotation.interleaved:
+            cos, sin, heads = rotation.cos, rotation.sin, self.spec.q_heads
+            if self.q_norm is None or self.k_norm is None:
+                return ops.norm_rotate(qk, cos, sin, heads, None, None, 0.0)
+            scales = self.q_norm.scale(), self.k_norm.scale()
+            return ops.norm_rotate(qk, cos, sin, heads, *scales, self.q_norm.eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = torch.split(qk, [self.spec.q_heads, self.spec.kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        return rotation.apply(qk)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from sparseengine import ops
 from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.ops import cpu
 
@@ -15,6 +17,8 @@ class SwiGLU(nn.Module):
 
     merged: the checkpoint holds gate and up as one matrix, `gate_up_proj`.
     """
+
+    activation: ClassVar[str] = "silu"
 
     def __init__(
         self,
@@ -36,19 +40,23 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
-        out: Tensor = self.down_proj(self.mix(gate, up))
+        both = self.gate_up_proj(x)
+        if both.is_cuda:
+            mixed = ops.gated(both, self.activation)
+        else:
+            mixed = self.mix(*self.gate_up_proj.split(both))
+        out: Tensor = self.down_proj(mixed)
         return out
 
     def mix(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The activation between the products: gate, up [T, size] -> [T, size]."""
-        return cpu.silu_mul(gate, up) if gate.device.type == "cpu" else F.silu(gate) * up
+        """The activation between the products on a CPU: gate, up [T, size] -> [T, size]."""
+        return cpu.silu_mul(gate, up)
 
 
 class GeGLU(SwiGLU):
     """down(gelu(gate(x)) * up(x)) with the tanh approximation of gelu (Gemma)."""
 
+    activation: ClassVar[str] = "gelu_tanh"
+
     def mix(self, gate: Tensor, up: Tensor) -> Tensor:
-        if gate.device.type == "cpu":
-            return cpu.gelu_mul(gate, up)
-        return F.gelu(gate, approximate="tanh") * up
+        return cpu.gelu_mul(gate, up)

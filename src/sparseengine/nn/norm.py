@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sparseengine import ops
 from sparseengine.ops import cpu
 
 
@@ -25,11 +26,22 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.eps = eps
 
+    def scale(self) -> Tensor:
+        """What the normed channels are multiplied by."""
+        return self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
         if x.device.type == "cpu":
             return cpu.rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual + x, its norm), both [T, size]; one kernel on a device."""
+        if x.is_cuda:
+            return ops.add_rms_norm(x, residual, self.scale(), self.eps)
+        total = residual + x
+        return total, self(total)
 
 
 class ShiftedRMSNorm(RMSNorm):
@@ -52,9 +64,12 @@ class ShiftedRMSNorm(RMSNorm):
         """Called once after the weights are in place."""
         self.gain = 1.0 + self.weight.detach().float()
 
+    def scale(self) -> Tensor:
+        return 1.0 + self.weight.float() if self.gain is None else self.gain
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        gain = 1.0 + self.weight.float() if self.gain is None else self.gain
+        gain = self.scale()
         if x.device.type == "cpu":
             return cpu.rms_norm(x.float(), gain, self.eps).to(x.dtype)
         return F.rms_norm(x.float(), (x.shape[-1],), gain, self.eps).to(x.dtype)

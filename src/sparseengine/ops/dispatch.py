@@ -14,21 +14,27 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from sparseengine.core.view import PackedTable
 from sparseengine.ops import cpu, dense, reference
 from sparseengine.ops.reference import gather_rows, merge_lse
 from sparseengine.ops.routing import RouterSpec
 
 __all__ = [
+    "add_rms_norm",
     "compact",
     "copy_pages",
     "dense_attention",
+    "gated",
     "gather_rows",
     "merge_lse",
     "moe_experts",
     "moe_route",
+    "norm_rotate",
     "page_bounds",
     "page_scores",
     "store",
+    "take_pages",
+    "top_pages",
     "window_scores",
 ]
 
@@ -124,3 +130,54 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     """Causal, bottom-right: q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]."""
     found = None if softcap else dense.dense_attention(q, k, v, scale)
     return reference.dense_attention(q, k, v, scale, softcap) if found is None else found
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, its RMS norm), both [T, D]."""
+    total, normed = _impl(x).add_rms_norm(x, residual, weight, eps)
+    return total, normed
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up [T, 2 I] -> [T, I]; "silu" or "gelu_tanh"."""
+    out: Tensor = _impl(gate_up).gated(gate_up, activation)
+    return out
+
+
+def norm_rotate(
+    qk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """RMS norm over each head of qk [T, Hq + Hkv, D], then rotation of its leading channels."""
+    out: Tensor = _impl(qk).norm_rotate(qk, cos, sin, q_heads, q_weight, k_weight, eps)
+    return out
+
+
+def top_pages(
+    scores: Tensor,
+    lens: Tensor,
+    budgets: Tensor,
+    page_size: int,
+    *,
+    sinks: int,
+    least: int,
+    width: int,
+) -> Tensor:
+    """The columns of each row's highest scores [S, H, W], ascending: int32 [S, H, width]."""
+    out: Tensor = _impl(scores).top_pages(
+        scores, lens, budgets, page_size, sinks=sinks, least=least, width=width
+    )
+    return out
+
+
+def take_pages(
+    table: PackedTable, index: Tensor, lens: Tensor, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Page ids of chosen columns [S, G, K] of packed tables, and how many tokens they hold."""
+    pages, counts = _impl(index).take_pages(table, index, lens, page_size)
+    return pages, counts

@@ -1,21 +1,28 @@
 """Plain-torch twin of every op: runs on any device and is the oracle of the kernels."""
 
 from sparseengine.ops.reference.dense import dense_attention
+from sparseengine.ops.reference.fused import add_rms_norm, gated, norm_rotate
 from sparseengine.ops.reference.merge import merge_lse
 from sparseengine.ops.reference.moe import moe_experts, moe_route
 from sparseengine.ops.reference.scores import page_bounds, page_scores, window_scores
+from sparseengine.ops.reference.select import take_pages, top_pages
 from sparseengine.ops.reference.storage import compact, copy_pages, gather_rows, store
 
 __all__ = [
+    "add_rms_norm",
     "compact",
     "copy_pages",
     "dense_attention",
+    "gated",
     "gather_rows",
     "merge_lse",
     "moe_experts",
     "moe_route",
+    "norm_rotate",
     "page_bounds",
     "page_scores",
     "store",
+    "take_pages",
+    "top_pages",
     "window_scores",
 ]

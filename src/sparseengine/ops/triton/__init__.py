@@ -1,17 +1,24 @@
 """Triton kernels of the ops, under the names of their twins in `ops/reference/`."""
 
+from sparseengine.ops.triton.fused import add_rms_norm, gated, norm_rotate
 from sparseengine.ops.triton.moe import moe_experts
 from sparseengine.ops.triton.moe_route import moe_route
 from sparseengine.ops.triton.scores import page_bounds, page_scores, window_scores
+from sparseengine.ops.triton.select import take_pages, top_pages
 from sparseengine.ops.triton.storage import compact, copy_pages, store
 
 __all__ = [
+    "add_rms_norm",
     "compact",
     "copy_pages",
+    "gated",
     "moe_experts",
     "moe_route",
+    "norm_rotate",
     "page_bounds",
     "page_scores",
     "store",
+    "take_pages",
+    "top_pages",
     "window_scores",
 ]

@@ -92,6 +92,14 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
 
 
 @triton.jit
+def _head_weight(q_weight, k_weight, is_q, channel, SIZE: tl.constexpr):
+    """fp32 [heads, channels]: the query heads' weight or the key heads'."""
+    wq = tl.load(q_weight + channel, mask=channel < SIZE, other=0.0).to(tl.float32)
+    wk = tl.load(k_weight + channel, mask=channel < SIZE, other=0.0).to(tl.float32)
+    return tl.where(is_q, wq[None, :], wk[None, :])
+
+
+@triton.jit
 def _norm_rotate_kernel(
     qk, cos, sin, q_weight, k_weight, out, eps, qk_st, qk_sh,
     HEADS: tl.constexpr, Q_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
@@ -114,14 +122,15 @@ def _norm_rotate_kernel(
         square = tl.sum(a * a, 1) + tl.sum(b * b, 1) + tl.sum(c * c, 1)
         scale = tl.rsqrt(square / DIM + eps)[:, None]
         is_q = (heads < Q_HEADS)[:, None]
-        w = tl.where(is_q, q_weight, k_weight)
         dtype = out.dtype.element_ty
-        wa = tl.load(w + r[None, :], mask=turns, other=0.0).to(tl.float32)
-        wb = tl.load(w + HALF + r[None, :], mask=turns, other=0.0).to(tl.float32)
+        wa = _head_weight(q_weight, k_weight, is_q, r, HALF)
+        wb = _head_weight(q_weight + HALF, k_weight + HALF, is_q, r, HALF)
         a = (a * scale * wa).to(dtype).to(tl.float32)  # the twin rounds between norm and rotation
         b = (b * scale * wb).to(dtype).to(tl.float32)
         if DIM > 2 * HALF:
-            wc = tl.load(w + 2 * HALF + p[None, :], mask=rest, other=0.0).to(tl.float32)
+            wc = _head_weight(
+                q_weight + 2 * HALF, k_weight + 2 * HALF, is_q, p, DIM - 2 * HALF
+            )  # fmt: skip
             c = c * scale * wc
     x = tl.load(cos + token * HALF + r, mask=r < HALF, other=0.0).to(tl.float32)[None, :]
     y = tl.load(sin + token * HALF + r, mask=r < HALF, other=0.0).to(tl.float32)[None, :]
