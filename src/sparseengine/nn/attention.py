@@ -65,14 +65,10 @@ class Attention(nn.Module):
         return out
 
     def _turned(self, qk: Tensor, rotation: Rotation) -> Tensor:
-        """Heads normed and rotated, [T, Hq + Hkv, D]; one kernel on a device."""
-        if qk.is_cuda and not rotation.interleaved:
-            cos, sin, heads = rotation.cos, rotation.sin, self.spec.q_heads
-            if self.q_norm is None or self.k_norm is None:
-                return ops.norm_rotate(qk, cos, sin, heads, None, None, 0.0)
-            scales = self.q_norm.scale(), self.k_norm.scale()
-            return ops.norm_rotate(qk, cos, sin, heads, *scales, self.q_norm.eps)
+        """Heads normed and rotated, [T, Hq + Hkv, D]."""
+        assert not rotation.interleaved, "no grouped-query family pairs neighbouring channels"
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        heads, eps = self.spec.q_heads, 0.0
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = torch.split(qk, [self.spec.q_heads, self.spec.kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        return rotation.apply(qk)
+            scales, eps = (self.q_norm.scale(), self.k_norm.scale()), self.q_norm.eps
+        return ops.norm_rotate(qk, rotation.cos, rotation.sin, heads, *scales, eps)

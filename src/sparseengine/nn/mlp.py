@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from sparseengine import ops
 from sparseengine.nn.linear import Linear, MergedLinear
-from sparseengine.ops import cpu
 
 
 class SwiGLU(nn.Module):
@@ -40,23 +39,11 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        both = self.gate_up_proj(x)
-        if both.is_cuda:
-            mixed = ops.gated(both, self.activation)
-        else:
-            mixed = self.mix(*self.gate_up_proj.split(both))
-        out: Tensor = self.down_proj(mixed)
+        out: Tensor = self.down_proj(ops.gated(self.gate_up_proj(x), self.activation))
         return out
-
-    def mix(self, gate: Tensor, up: Tensor) -> Tensor:
-        """The activation between the products on a CPU: gate, up [T, size] -> [T, size]."""
-        return cpu.silu_mul(gate, up)
 
 
 class GeGLU(SwiGLU):
     """down(gelu(gate(x)) * up(x)) with the tanh approximation of gelu (Gemma)."""
 
     activation: ClassVar[str] = "gelu_tanh"
-
-    def mix(self, gate: Tensor, up: Tensor) -> Tensor:
-        return cpu.gelu_mul(gate, up)

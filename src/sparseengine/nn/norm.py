@@ -37,11 +37,8 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(residual + x, its norm), both [T, size]; one kernel on a device."""
-        if x.is_cuda:
-            return ops.add_rms_norm(x, residual, self.scale(), self.eps)
-        total = residual + x
-        return total, self(total)
+        """(residual + x, its norm), both [T, size]."""
+        return ops.add_rms_norm(x, residual, self.scale(), self.eps)
 
 
 class ShiftedRMSNorm(RMSNorm):

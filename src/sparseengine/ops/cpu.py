@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparseengine.ops import reference
+
 _THREADED_ELEMENTS = 1 << 15  # fewer are done by the calling thread
 _RMS_NORM, _ROTATE, _SILU_MUL, _GELU_MUL = range(4)
 
@@ -177,3 +179,41 @@ def page_scores(
         out.data_ptr(),
     )
     return out
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` with a weight that may be wider than x: the product is rounded once."""
+    if weight.dtype == x.dtype:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.to(weight.dtype), weight, eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + residual, its RMS norm), both [T, D]."""
+    total = residual + x
+    return total, _norm(total, weight, eps)
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of gate_up [T, 2 I] -> [T, I]; "silu" or "gelu_tanh"."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(gate, up) if activation == "silu" else gelu_mul(gate, up)
+
+
+def norm_rotate(
+    qk: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_heads: int,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """RMS norm over each head (where weights are given), then rotation; see ops.norm_rotate."""
+    if q_weight is not None and k_weight is not None:
+        q, k = qk[:, :q_heads], qk[:, q_heads:]
+        qk = torch.cat((_norm(q, q_weight, eps), _norm(k, k_weight, eps)), dim=1)
+    turned = rotate(qk, cos, sin)
+    if turned is not None:
+        return turned
+    return reference.norm_rotate(qk, cos, sin, q_heads, None, None, eps)

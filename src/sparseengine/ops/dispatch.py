@@ -1,5 +1,8 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
+`add_rms_norm`, `gated`, `norm_rotate`, `top_pages` and `take_pages` have Triton kernels that ran under
+the interpreter only: until a device has run their checks in tests/gpu, their twins serve there.
+
 On a CPU `store` and `page_scores` are compiled loops where `ops.cpu` can run them.
 
 Shapes and meaning are documented at the twins in `ops/reference/`.
@@ -132,15 +135,20 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
     return reference.dense_attention(q, k, v, scale, softcap) if found is None else found
 
 
+def _between(x: Tensor) -> ModuleType:
+    """Who runs what stands between matrix products."""
+    return cpu if x.device.type == "cpu" else reference
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + residual, its RMS norm), both [T, D]."""
-    total, normed = _impl(x).add_rms_norm(x, residual, weight, eps)
+    total, normed = _between(x).add_rms_norm(x, residual, weight, eps)
     return total, normed
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up of gate_up [T, 2 I] -> [T, I]; "silu" or "gelu_tanh"."""
-    out: Tensor = _impl(gate_up).gated(gate_up, activation)
+    out: Tensor = _between(gate_up).gated(gate_up, activation)
     return out
 
 
@@ -154,7 +162,7 @@ def norm_rotate(
     eps: float,
 ) -> Tensor:
     """RMS norm over each head of qk [T, Hq + Hkv, D], then rotation of its leading channels."""
-    out: Tensor = _impl(qk).norm_rotate(qk, cos, sin, q_heads, q_weight, k_weight, eps)
+    out: Tensor = _between(qk).norm_rotate(qk, cos, sin, q_heads, q_weight, k_weight, eps)
     return out
 
 
@@ -169,7 +177,7 @@ def top_pages(
     width: int,
 ) -> Tensor:
     """The columns of each row's highest scores [S, H, W], ascending: int32 [S, H, width]."""
-    out: Tensor = _impl(scores).top_pages(
+    out: Tensor = reference.top_pages(
         scores, lens, budgets, page_size, sinks=sinks, least=least, width=width
     )
     return out
@@ -179,5 +187,5 @@ def take_pages(
     table: PackedTable, index: Tensor, lens: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """Page ids of chosen columns [S, G, K] of packed tables, and how many tokens they hold."""
-    pages, counts = _impl(index).take_pages(table, index, lens, page_size)
+    pages, counts = reference.take_pages(table, index, lens, page_size)
     return pages, counts

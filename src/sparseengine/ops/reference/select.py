@@ -34,9 +34,23 @@ def top_pages(
     budget = budgets[:, None]
     some = torch.minimum(used, (budget // page_size).clamp(min=least))
     count = torch.where(lens <= budget, used, some).expand(scores.shape[:2])[..., None]
-    order = ranked.sort(dim=-1, descending=True, stable=True).indices
-    chosen = torch.where(column < count, order, scores.shape[2]).sort(dim=-1).values[..., :width]
-    return torch.where(chosen < scores.shape[2], chosen, -1).to(torch.int32)
+    chosen = _top(ranked, count.long(), min(width, scores.shape[2]))
+    place = torch.where(
+        chosen, chosen.cumsum(-1) - 1, width
+    )  # what is not chosen goes past the end
+    out = column.new_full((*scores.shape[:2], width + 1), -1, dtype=torch.int32)
+    columns = column.to(torch.int32).expand(scores.shape)
+    return out.scatter_(-1, place, columns)[..., :width]
+
+
+def _top(ranked: Tensor, count: Tensor, most: int) -> Tensor:
+    """True at the `count` [S, H, 1] largest of each row, at most `most`; no wait for the device."""
+    best = ranked.topk(most, dim=-1, sorted=True).values
+    floor = best.gather(-1, (count - 1).clamp(0, most - 1))
+    floor = torch.where(count > 0, floor, float("inf"))
+    above, ties = ranked > floor, ranked == floor
+    room = count - above.sum(-1, keepdim=True)
+    return above | (ties & (ties.cumsum(-1) <= room))
 
 
 def take_pages(
