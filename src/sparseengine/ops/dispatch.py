@@ -1,7 +1,7 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
-`add_rms_norm`, `gated`, `norm_rotate`, `top_pages` and `take_pages` have Triton kernels that ran under
-the interpreter only: until a device has run their checks in tests/gpu, their twins serve there.
+`add_rms_norm`, `gated`, `norm_rotate`, `top_pages` and `take_pages` have Triton kernels that ran
+under the interpreter only: until a device has run their checks in tests/gpu, their twins serve.
 
 On a CPU `store` and `page_scores` are compiled loops where `ops.cpu` can run them.
 
