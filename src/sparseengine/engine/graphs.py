@@ -113,12 +113,14 @@ class DecodeGraphs:
         if len(plan.chunks) > self.rows[-1] or any(c.request.sparse.record for c in plan.chunks):
             return None
         names = {c.request.method for c in plan.chunks}
+        if not all(_may_replay(self.methods[n]) for n in names):
+            return None
         acting = [n for n in names if _selects(self.methods[n])]
         longest = self.cache.longest_rows()
         budget = None
         if acting:
             method = self.methods[acting[0]]
-            if len(names) > 1 or not method.traits.graph_safe:
+            if len(names) > 1:
                 return None
             budget = method.captured_budget(plan, longest.tolist())
         rows = self.rows[bisect_left(self.rows, len(plan.chunks))]
@@ -194,6 +196,11 @@ class DecodeGraphs:
             hidden = self.model(ids, positions, ctx)
         logits, tokens = self.model.logits(hidden).max(-1)
         return hidden, Best(tokens, logits)
+
+
+def _may_replay(method: SparseMethod) -> bool:
+    """A method that acts while decoding must say that it does so inside a graph, too."""
+    return method.traits.graph_safe or not method.traits.decode_hooks
 
 
 def _selects(method: SparseMethod) -> bool:

@@ -67,7 +67,8 @@ class MemoryTable:
             ("tables", self.tables, "grow with use"),
             ("total", self.total, f"on {self.device}"),
         )
-        lines = [f"  {n:<13}{b / _MIB:>10,.1f} MiB  {note}".rstrip() for n, b, note in rows]
+        shown = [row for row in rows if row[1] or row[0] != "graphs"]
+        lines = [f"  {n:<13}{b / _MIB:>10,.1f} MiB  {note}".rstrip() for n, b, note in shown]
         lines.append(
             f"  room for rows of {self.row_tokens:,} tokens; requests of {self.prompt_tokens:,} + "
             f"{self.output_tokens:,} tokens that fit at once:"
