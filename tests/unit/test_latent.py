@@ -11,7 +11,7 @@ from sparseengine import ops
 from sparseengine.core.specs import LayerKind
 from sparseengine.errors import ConfigError, UnsupportedError
 from sparseengine.models import model_spec
-from sparseengine.nn.latent import HeadsUp, LatentDims, expansion_pays
+from sparseengine.nn.latent import HeadsUp, LatentAttention, LatentDims, expansion_pays
 from sparseengine.ops import reference
 
 GLM = LatentDims(heads=20, nope=192, rope=64, value=256, kv_rank=512, q_rank=768)
@@ -153,3 +153,12 @@ def test_configs_that_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         model_spec({**GLM_CONFIG, **overrides}, torch.float32)
+
+
+def test_scratch_memory_of_an_expansion_is_bounded_by_heads_at_once() -> None:
+    block = LatentAttention(0, GLM, 64, scale=1.0, dtype=torch.bfloat16, device="meta")
+    assert block.scratch_bytes(0) == 0
+    row, head = 3 * 576 * 2, (192 + 256 + 256) * 2
+    assert block.scratch_bytes(8192) == 8192 * (row + 20 * head), "all heads fit at once"
+    long = 131_072
+    assert block.scratch_bytes(long) == long * (row + 2 * head), "two heads of 256 MiB do"

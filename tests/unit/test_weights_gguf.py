@@ -87,7 +87,8 @@ def small_model(family: str, **overrides: Any) -> torch.nn.Module:
         "tie_word_embeddings": family.startswith("gemma"),
     }
     values = {k: v for k, v in {**sizes, **extra, **overrides}.items() if v is not None}
-    config = getattr(transformers, f"{name}Config")(**values)
+    # "eager": the fused attention of transformers 5.2 knows no soft cap
+    config = getattr(transformers, f"{name}Config")(**values, attn_implementation="eager")
     torch.manual_seed(0)
     causal = name.removesuffix("Text") + "ForCausalLM"
     model: torch.nn.Module = getattr(transformers, causal)(config).eval()

@@ -14,6 +14,7 @@ from sparseengine.engine.memory import (
     cpu_kv_bytes,
     estimated_activations,
     memory_table,
+    scratch_bytes,
 )
 from sparseengine.errors import ConfigError
 from sparseengine.methods import METHODS, make_method, resolve_budget
@@ -82,6 +83,7 @@ def planned_table(
     architecture = resolved.spec.architecture
     model = MODELS.get(architecture)(resolved.source.hf_config, resolved.spec, device="meta")
     weights, activations = weight_bytes(model), estimated_activations(resolved)
+    activations += scratch_bytes(model, prompt_tokens)
     share = resolved.config.cache.gpu_memory_utilization
     left = int(memory_bytes * share) - weights - activations
     if left <= 0:

@@ -109,6 +109,12 @@ def estimated_activations(resolved: Resolved) -> int:
     return tokens * per_token + logits
 
 
+def scratch_bytes(model: Any, tokens: int) -> int:
+    """The most that a block of the model takes on top of a step's own tensors for a long row."""
+    blocks = (m for m in model.modules() if hasattr(m, "scratch_bytes"))
+    return max((m.scratch_bytes(tokens) for m in blocks), default=0)
+
+
 def memory_table(
     resolved: Resolved,
     cache: PagedCache,

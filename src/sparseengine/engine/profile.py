@@ -14,6 +14,7 @@ from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.graphs import DecodeGraphs
 from sparseengine.engine.intake import MethodTable
+from sparseengine.engine.memory import scratch_bytes
 from sparseengine.engine.model import Model
 from sparseengine.engine.runner import Runner
 from sparseengine.resolve import Resolved
@@ -80,6 +81,8 @@ def profile(
     _prefill(runner, methods, tokens, scheduler.max_num_seqs)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
+    longest = scratch_bytes(model, resolved.max_model_len)  # more than the chunk above has taken
+    activations += max(0, longest - scratch_bytes(model, tokens))
     graphs = 0
     if uses_graphs(resolved):
         torch.cuda.empty_cache()

@@ -212,8 +212,7 @@ class LatentAttention(nn.Module):
         first, end = at.span(chunk)
         rows = at.gather("keys", chunk)[0]  # [L, kv_rank + rope]
         latent, rope = torch.split(rows, [dims.kv_rank, dims.rope], dim=-1)
-        head_bytes = rows.shape[0] * (dims.query + dims.value) * rows.element_size()
-        step = max(1, min(dims.heads, _EXPANDED_BYTES // head_bytes))
+        step = self._heads_at_once(rows.shape[0], rows.element_size())
         parts = []
         for h in range(0, dims.heads, step):
             weight = self.kv_b_proj.per_head()[h : h + step]  # [h, nope + value, kv_rank]
@@ -223,3 +222,14 @@ class LatentAttention(nn.Module):
             here = query[first:end, h : h + step]
             parts.append(ops.dense_attention(here, keys, values, self.scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _heads_at_once(self, length: int, itemsize: int) -> int:
+        head_bytes = length * (self.dims.query + self.dims.value) * itemsize
+        return max(1, min(self.dims.heads, _EXPANDED_BYTES // max(head_bytes, 1)))
+
+    def scratch_bytes(self, length: int) -> int:
+        """What expanding a row of `length` tokens takes: the gathered row, and heads from it."""
+        dims, itemsize = self.dims, self.kv_b_proj.weight.element_size()
+        row = 3 * length * (dims.kv_rank + dims.rope)  # gathered, masked, and in order
+        head = length * (dims.nope + dims.value + dims.query)
+        return (row + self._heads_at_once(length, itemsize) * head) * itemsize
