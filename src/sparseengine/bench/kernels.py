@@ -1,4 +1,4 @@
-"""Kernel microbenchmark: `python -m sparseengine.bench.kernels` on a CUDA device.
+"""Kernel microbenchmark: `sparseengine bench kernels` on a CUDA device.
 
 Each op runs over rotating inputs that exceed the L2 cache, from a captured graph, and is compared
 with its plain-torch twin. Bytes are those the op must move. Prints a table; the last line is JSON.
@@ -6,10 +6,8 @@ with its plain-torch twin. Bytes are those the op must move. Prints a table; the
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +20,7 @@ from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
 from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.core.view import AttentionView, Segment
+from sparseengine.errors import ConfigError
 from sparseengine.ops import reference
 
 HEADS, GROUP, DIM, PAGE = 4, 8, 128, 16
@@ -319,23 +318,17 @@ def run(quick: bool) -> list[Result]:
     return bench.results
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="leave out torch's own attention")
-    args = parser.parse_args()
+def report(quick: bool) -> None:
+    """Run everything and print the table, then one JSON line. Needs a CUDA device."""
     if not torch.cuda.is_available():
-        print("error: the kernel benchmark needs a CUDA device", file=sys.stderr)
-        return 2
+        raise ConfigError(
+            "bench kernels needs a CUDA device: on a CPU the kernels are only interpreted"
+        )
     torch.manual_seed(0)
     print(
         f"{'op':<34}{'time us':>11}{'spread':>9}{'MB':>11}{'TB/s':>8}{'share':>7}"
         f"{'TFLOP/s':>8}{'error':>9}"
     )
-    results = run(args.quick)
+    results = run(quick)
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     print(json.dumps({**facts, "results": [asdict(r) for r in results]}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

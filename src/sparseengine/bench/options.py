@@ -136,34 +136,46 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
 def _engines(
     args: argparse.Namespace, lengths: Sequence[int], batches: Sequence[int | str]
 ) -> Iterator[tuple[str, EngineConfig]]:
-    """Dense, then every method that was asked for, each an engine of its own."""
+    """The engines of whole batches."""
+    # A default above the need would make the tables of a short benchmark large for nothing.
+    fixed = [b for b in batches if isinstance(b, int)]
+    extra: dict[str, Any] = {}
+    if args.engine_max_num_seqs is None and fixed and "max" not in batches:
+        extra["max_num_seqs"] = max(fixed)
+    yield from engines_of(args, max(lengths) + args.output_len, **extra)
+
+
+def engines_of(
+    args: argparse.Namespace, longest: int, **extra: Any
+) -> Iterator[tuple[str, EngineConfig]]:
+    """Dense, then every method that was asked for, each an engine of its own.
+
+    longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`.
+    """
     from sparseengine.methods import METHODS
 
     wanted = args.methods or args.engine_sparse_method or ""
     names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
     knobs = _hyper_params(args.hyper_params)
     dense = METHODS.canonical(default_of("sparse.method"))
-    # A default above the need would make the tables of a short benchmark large for nothing.
-    fixed = [b for b in batches if isinstance(b, int)]
     for name in dict.fromkeys([dense, *names]):
-        extra: dict[str, Any] = {"sparse_method": name}
+        given = {**extra, "sparse_method": name}
         if name in knobs:
-            extra["sparse_config"] = knobs[name]
+            given["sparse_config"] = knobs[name]
         local = argparse.Namespace(**vars(args))
         if METHODS.get(name).traits.takes == "none":
             local.engine_kv_budget = local.engine_sparse_config = None
-        if args.engine_max_num_seqs is None and fixed and "max" not in batches:
-            extra["max_num_seqs"] = max(fixed)
-        config = engine_config(local, **extra)
-        _check_length(config, max(lengths), args.output_len)
+        config = engine_config(local, **given)
+        _check_length(config, longest)
         yield name, config
 
 
-def _check_length(config: EngineConfig, input_len: int, output_len: int) -> None:
+def _check_length(config: EngineConfig, longest: int) -> None:
     limit = config.model.max_model_len
-    if limit is not None and input_len + output_len > limit:
+    if limit is not None and longest > limit:
         raise ConfigError(
-            f"--input-len {input_len} + --output-len {output_len} is above --max-model-len {limit}"
+            f"the longest request, --input-len + --output-len = {longest}, is above "
+            f"--max-model-len {limit}"
         )
 
 

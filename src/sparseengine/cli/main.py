@@ -24,6 +24,9 @@ COMMANDS = Registry(
         "config": "sparseengine.cli.config:COMMAND",
         "doctor": "sparseengine.cli.doctor:COMMAND",
         "bench throughput": "sparseengine.bench.throughput:COMMAND",
+        "bench latency": "sparseengine.bench.latency:COMMAND",
+        "bench replay": "sparseengine.bench.latency:REPLAY",
+        "bench kernels": "sparseengine.bench.kernels_command:COMMAND",
     },
 )
 SUMMARIES = {
@@ -37,6 +40,9 @@ SUMMARIES = {
     "config": "show or explain the values in force and where they come from",
     "doctor": "what works on this machine and how many requests fit",
     "bench throughput": "measure prefill and decode, always beside our own dense run",
+    "bench latency": "measure waiting times of requests that arrive at a rate",
+    "bench replay": "measure waiting times of a trace of requests",
+    "bench kernels": "measure every kernel on this GPU against what it must move",
 }
 
 
