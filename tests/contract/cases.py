@@ -31,3 +31,4 @@ CASES = {
 }
 
 MIXES = {"full": "ff", "window": "wf", "latent": "ll", "recurrent": "rf"}
+    "pyramidkv": Case("pyramidkv", {"window": 6, "kernel": 3, "sink": 2}),

@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
 }
 KNOBS: dict[str, dict[str, Any]] = {  # every layer of a tiny model is acted on; budgets are exact
     "knorm": {"skip_layers": ()},
+    "pyramidkv": {"beta": 1},
     "quest": {"dense_layers": 0},
     "streaming_llm": {"block_tokens": 0, "page_aligned": False},
 }

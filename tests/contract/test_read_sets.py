@@ -79,6 +79,11 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         {"window": 8, "kernel": 5, "sink": 0, "pooling": "avg"},
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5, "avg"), b, 0, 8),
     ),
+    "pyramidkv": (  # one layer gets the whole budget; several: tests/unit/test_methods_pyramidkv.py
+        "pyramidkv",
+        {"window": 8, "kernel": 5, "sink": 3},
+        lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
+    ),
     "adakv": (
         "adakv",
         {"window": 8, "kernel": 5, "sink": 3},

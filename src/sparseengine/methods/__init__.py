@@ -23,6 +23,7 @@ METHODS = Registry(
         "keydiff": "sparseengine.methods.keydiff:KeyDiff",
         "snapkv": "sparseengine.methods.snapkv:SnapKV",
         "adakv": "sparseengine.methods.adakv:AdaKV",
+        "pyramidkv": "sparseengine.methods.pyramidkv:PyramidKV",
         "quest": "sparseengine.methods.quest:Quest",
     },
     aliases={"dense": "full", "vanilla": "full"},

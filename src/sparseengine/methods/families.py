@@ -137,6 +137,10 @@ class EvictionMethod(Method):
         """Sinks and recent tokens that are retained whatever their score."""
         return split_protected(budget, self.config.sink, self.config.recent)
 
+    def layer_budget(self, layer: int, length: int, budget: int) -> int:
+        """Tokens that a layer's rows of `length` tokens retain; override `demand` with it."""
+        return budget
+
     def is_due(self, chunk: Chunk) -> bool:
         """Whether this prompt chunk is followed by an eviction.
 
@@ -160,7 +164,8 @@ class EvictionMethod(Method):
                 continue
             lens = at.lens(i)
             if max(lens) > budget:
-                found = _Pending(self.score(at, i).float(), lens, budget)
+                own = self.layer_budget(at.layer, max(lens), budget)
+                found = _Pending(self.score(at, i).float(), lens, own)
                 self._pending.setdefault(chunk.request.id, {})[at.layer] = found
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
