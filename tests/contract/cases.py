@@ -19,16 +19,31 @@ CASES = {
     "random": Case("random", {"sink": 2, "recent": 4}),
     "streaming_llm": Case("streaming_llm", {"block_tokens": 20}),
     "streaming_exact": Case("streaming_llm", {"block_tokens": 0, "page_aligned": False}),
+    "duo_attention": Case(
+        "duo_attention", {"sink": 4, "retrieval": 0.25, "block_tokens": 20}, 30, refused=("latent",)
+    ),
+    "duo_exact": Case(
+        "duo_attention",
+        {"sink": 3, "retrieval": 0.25, "block_tokens": 0, "page_aligned": False},
+        30,
+        refused=("latent",),
+    ),
     "knorm": Case("knorm", {"skip_layers": (), "sink": 2, "recent": 4}),
     "keydiff": Case("keydiff", {"sink": 2, "recent": 4}),
     "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
     "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
+    "pyramidkv": Case("pyramidkv", {"window": 6, "kernel": 3, "sink": 2}),
+    "tova": Case("tova", {}),
+    "tova_bursts": Case("tova", {"sink": 2, "burst": 3}),
+    "tova_prompt": Case("tova", {"burst": 0, "recent": 4}),
     "adakv": Case("adakv", {"window": 6, "kernel": 3, "sink": 2}, refused=("latent",)),
     "adakv_keydiff": Case(
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
+    "h2o": Case("h2o", {"interval": 3}),
+    "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
     "quest": Case("quest", {"dense_layers": 0}),
+    "double_sparsity": Case("double_sparsity", {"dense_layers": 0, "sink": 2}),
 }
 
 MIXES = {"full": "ff", "window": "wf", "latent": "ll", "recurrent": "rf"}
-    "pyramidkv": Case("pyramidkv", {"window": 6, "kernel": 3, "sink": 2}),

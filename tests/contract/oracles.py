@@ -76,6 +76,49 @@ def snapkv_scores(
     return out
 
 
+def h2o(
+    q: Tensor,
+    k: Tensor,
+    budget: int,
+    prompt_len: int,
+    interval: int = 64,
+    block: int = 0,
+    average: bool = False,
+) -> Rows:
+    """Query by query: add its attention to the sums of what is left; cut when the prompt (or a
+    block of it) ends and when a row has grown by `interval`; half of the budget is recent."""
+    group, out = q.shape[1] // k.shape[1], []
+    for h in _heads(k):
+        row: list[int] = []
+        mass, seen = [0.0] * len(k), [0] * len(k)
+        for t in range(len(k)):
+            row.append(t)
+            for g in range(h * group, h * group + group):
+                logits = (k[row, h].double() @ q[t, g].double()) / k.shape[2] ** 0.5
+                for j, p in zip(row, logits.softmax(0).tolist(), strict=True):
+                    mass[j] += p
+            for j in row:
+                seen[j] += 1
+            ends = t == prompt_len - 1 or (block > 0 and t < prompt_len and (t + 1) % block == 0)
+            full = t >= prompt_len and len(row) >= budget + interval
+            if ends or full:
+                score = [mass[j] / (seen[j] if average else 1) for j in row]
+                (chosen,) = evict([score], budget, 0, (budget + 1) // 2)
+                row = [row[j] for j in chosen]
+        out.append(row)
+    return out
+
+
+def tova_scores(q: Tensor, k: Tensor) -> list[list[float]]:
+    """The newest query's softmax over all keys, mean over all query heads, the same in each row."""
+    group, mean = q.shape[1] // k.shape[1], [0.0] * len(k)
+    for g in range(q.shape[1]):
+        logits = (k[:, g // group].double() @ q[-1, g].double()) / k.shape[2] ** 0.5
+        for j, p in enumerate(logits.softmax(0).tolist()):
+            mean[j] += p / q.shape[1]
+    return [mean for _ in _heads(k)]
+
+
 def adakv(
     scores: Sequence[Sequence[float]], budget: int, alpha: float, sink: int, recent: int
 ) -> Rows:
@@ -105,6 +148,14 @@ def streaming(length: int, budget: int, sink: int, page: int, aligned: bool) -> 
     return [*range(first), *range(length - keep + first, length)]
 
 
+def duo(
+    length: int, budget: int, sink: int, page: int, aligned: bool, retrieval: Sequence[bool]
+) -> Rows:
+    """Heads that retrieve keep everything, the others sinks and recent tokens."""
+    few = streaming(length, budget, sink, page, aligned)
+    return [list(range(length)) if is_kept else few for is_kept in retrieval]
+
+
 def quest(
     q: Tensor, k: Tensor, budget: int, page: int, sink_pages: int = 1, min_pages: int = 3
 ) -> Rows:
@@ -131,6 +182,29 @@ def quest(
         ]
         pages = best([*bounds, math.inf], count)
         rows.append([j for p in pages for j in range(p * page, min(p * page + page, length))])
+    return rows
+
+
+def double_sparsity(
+    q: Tensor, k: Tensor, budget: int, page: int, channels: list[int], sink: int
+) -> Rows:
+    """Softmax of q.k over few channels of the whole pages' keys, the largest of a query group.
+
+    Sinks and the newest token are forced; the other tokens of the open page come next.
+    """
+    length, group = len(k), q.shape[1] // k.shape[1]
+    if length <= budget:
+        return [list(range(length)) for _ in _heads(k)]
+    opened = (length - 1) // page * page
+    rows = []
+    for h in _heads(k):
+        keys = k[:opened, h][:, channels].double()
+        queries = q[-1, h * group : (h + 1) * group][:, channels].double()
+        chance = (keys @ queries.T / k.shape[2] ** 0.5).softmax(0)  # [opened, g]
+        scores = [*chance.amax(1).tolist(), *range(2, 2 + length - opened)]
+        for j in {*range(min(sink, budget // 2)), length - 1}:
+            scores[j] = math.inf
+        rows.append(best(scores, budget))
     return rows
 
 

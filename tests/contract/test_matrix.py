@@ -35,7 +35,9 @@ KNOBS: dict[str, dict[str, Any]] = {  # every layer of a tiny model is acted on;
     "knorm": {"skip_layers": ()},
     "pyramidkv": {"beta": 1},
     "quest": {"dense_layers": 0},
+    "double_sparsity": {"dense_layers": 0},
     "streaming_llm": {"block_tokens": 0, "page_aligned": False},
+    "duo_attention": {"retrieval": 0.0, "block_tokens": 0, "page_aligned": False},
 }
 
 

@@ -84,6 +84,12 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         {"window": 8, "kernel": 5, "sink": 3},
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
     ),
+    "h2o": ("h2o", {}, lambda q, k, b: oracles.h2o(q, k, b, len(k))),
+    "tova_prompt": (  # its decode steps: tests/unit/test_methods_tova.py
+        "tova",
+        {"burst": 0},
+        lambda q, k, b: oracles.evict(oracles.tova_scores(q, k), b, 0, 1),
+    ),
     "adakv": (
         "adakv",
         {"window": 8, "kernel": 5, "sink": 3},
@@ -156,6 +162,25 @@ def test_streaming_attends_to_sinks_recent_and_its_own_block_in_prefill() -> Non
     assert got.reads[2][0] == [*range(4), *range(24, 32), *range(32, 48)]
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("block", [0, 16])
+@pytest.mark.parametrize("budget", [1, 5, 8, 13, 24])
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+def test_duo_reads_everything_in_retrieval_heads_alone(
+    aligned: bool, block: int, budget: int, chunking: str
+) -> None:
+    length, decodes, sink = 45, 11, 3
+    qkv = random_layer(length + decodes, 8, 4)
+    got = run(
+        "duo_attention", qkv, length, budget, CHUNKINGS[chunking],
+        sink=sink, block_tokens=block, page_aligned=aligned,
+    )  # fmt: skip
+    for i in range(decodes):
+        now = length + i
+        kept = oracles.duo(now, budget, sink, PAGE, aligned, (True, True, False, False))
+        assert got.reads[i - decodes] == [[*row, now] for row in kept]
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}over{h[1]}")
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("budget", [1, 12, 17, 30, 50, 64])
@@ -170,6 +195,24 @@ def test_quest_reads_the_pages_with_the_highest_bound(
         expected = oracles.quest(qkv[0][:n], qkv[1][:n], budget, PAGE)
         assert got.reads[i - decodes] == expected
         assert all(len(row) <= max(budget, 3 * PAGE) for row in expected)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}over{h[1]}")
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("budget", [1, 2, 5, 17, 30, 50, 64])
+def test_double_sparsity_reads_the_tokens_whose_labels_score_best(
+    heads: tuple[int, int], chunking: str, budget: int
+) -> None:
+    length, decodes, sink = 45, 12, 3
+    qkv = random_layer(length + decodes, *heads, seed=budget)
+    knobs = {"dense_layers": 0, "sink": sink, "group_factor": 2}
+    got = run("double_sparsity", qkv, length, budget, CHUNKINGS[chunking], **knobs)
+    for i in range(decodes):
+        n = length + i + 1
+        q, k = qkv[0][:n], qkv[1][:n]
+        expected = oracles.double_sparsity(q, k, budget, PAGE, [2, 3, 6, 7], sink)
+        assert got.reads[i - decodes] == expected
+        assert all(len(row) == min(n, budget) for row in expected)
 
 
 def test_quest_with_pages_of_one_token_is_exact_top_k() -> None:
@@ -262,7 +305,15 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
 
 
 def test_every_method_has_a_read_set_oracle() -> None:
-    judged = {"full", "random", "streaming_llm", "quest", *(m for m, _, _ in SCORED.values())}
+    judged = {
+        "full",
+        "random",
+        "streaming_llm",
+        "duo_attention",
+        "quest",
+        "double_sparsity",
+        *(m for m, _, _ in SCORED.values()),
+    }
     assert judged == set(METHODS)
 
 
@@ -273,6 +324,7 @@ SHRINKABLE = {
     "adakv_knorm": SCORED["adakv_knorm"][:2],
     "streaming_llm": ("streaming_llm", {}),
     "snapkv": SCORED["snapkv"][:2],
+    "h2o": SCORED["h2o"][:2],
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -142,13 +143,15 @@ class Controller:
         total = len(at.plan.chunks)
         if len(found) == 1 and len(found[0][0]) == total:
             return found[0][1]
-        units = {s.unit for _, s in found}
-        if len(units) > 1 or any(s.cu_q is not None for _, s in found):
+        if any(s.cu_q is not None for _, s in found):
             raise UnsupportedError(
-                "these methods cannot share a step",
-                ["one selects pages and another slots, or one refines the query spans"],
+                "these methods cannot share a step", ["one of them refines the query spans"]
             )
-        unit = units.pop()
+        unit: Literal["page", "slot"] = (
+            "page" if all(s.unit == "page" for _, s in found) else "slot"
+        )
+        if unit == "slot":
+            found = [(rows, _as_slots(s, at.page_size)) for rows, s in found]
         chosen = {i for rows, _ in found for i in rows}
         rest = [i for i in range(total) if i not in chosen]
         parts = [s.index for _, s in found]
@@ -180,6 +183,15 @@ class Controller:
             inverse = sorted(range(len(order)), key=order.__getitem__)
             self._order[order] = torch.tensor(inverse, dtype=torch.int64, device=device)
         return self._order[order]
+
+
+def _as_slots(selection: Selection, page_size: int) -> Selection:
+    """The same selection in slots; those past a row's end are left out when it is read."""
+    if selection.unit == "slot":
+        return selection
+    index = selection.index[..., None]
+    slots = index * page_size + torch.arange(page_size, dtype=torch.int32, device=index.device)
+    return Selection(torch.where(index >= 0, slots, -1).flatten(2), "slot")
 
 
 def _subplan(plan: StepPlan, chunks: list[int]) -> StepPlan:

@@ -1,0 +1,156 @@
+"""Double Sparsity (arXiv:2408.07092): a few label channels of each key rank the tokens to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseengine import ops
+from sparseengine.core.method import LayerStep, SealedPages
+from sparseengine.core.specs import AuxSpec, LayerKind, LayerSpec, ModelSpec, Per
+from sparseengine.core.view import Selection
+from sparseengine.errors import RequestError
+from sparseengine.methods.families import SelectionMethod
+from sparseengine.methods.knobs import MethodConfig, knob
+
+_SCRATCH = 1 << 24  # labels gathered at a time
+_OPEN = 1e30  # above any score, below what is forced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoubleSparsityConfig(MethodConfig):
+    """Knobs of Double Sparsity."""
+
+    dense_layers: int = knob(2, "first layers of the model that read everything", low=0, high=4096)
+    group_factor: int = knob(
+        4, "one label channel for this many channels of a key (the paper: 8)", low=1, high=1024
+    )
+    channels: tuple[int, ...] = knob(
+        (),
+        "label channels of every head, from a calibration of the model; empty: the rotary pairs "
+        "that turn slowest, of a latent channels at equal distances",
+        low=0,
+        high=1 << 16,
+    )
+    sink: int = knob(4, "first tokens that are always read", low=0, high=1 << 20)
+
+
+class DoubleSparsity(SelectionMethod):
+    """Reads the tokens whose label channels promise most attention (arXiv:2408.07092).
+
+    A label is a key cut down to r = head_dim // group_factor channels and is stored beside it. A
+    decode step multiplies the query's same channels with all labels of the row, normalises each
+    query head by a softmax over them, takes the largest of a KV head's query heads, and attends to
+    the best tokens, one list per KV head. Nothing is evicted, prefill is dense, the first layers
+    are. The budget counts tokens read per KV head, the newest and `sink` (at most half) included; a
+    row that is not longer is read whole.
+
+    Deviations: labels are made when a page is full, so the tokens of the open page are read before
+    all others, the newest first. Nothing is calibrated: channels are the same in all heads, by
+    default those of the slowest rotary pairs (channels i and i + head_dim / 2, which is where
+    trained models put content), twice as many as the paper's because they are not chosen by data.
+    `channels` takes calibrated ones. The authors choose per query head and in each head other
+    channels, force no sinks, and store labels in 4 bits; ours are in the keys' type.
+    """
+
+    name = "double_sparsity"
+    config_class = DoubleSparsityConfig
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        dims = [model.layers[i].head_dim for i in self.layers] or [1]
+        self._labels = len(set(config.channels)) or max(
+            1, min(min(dims), max(dims) // config.group_factor)
+        )
+        if config.channels and max(config.channels) >= min(dims):
+            raise RequestError(
+                f"double_sparsity: channels={list(config.channels)} is not allowed; keys of this "
+                f"model have channels 0..{min(dims) - 1}"
+            )
+        self._chosen: dict[tuple[LayerKind, int, torch.device], Tensor] = {}
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        shape = (self.page_size, self._labels)
+        return (AuxSpec(name="labels", per=Per.PAGE, shape=shape, dtype=self.model.dtype),)
+
+    def channels(self, spec: LayerSpec, device: torch.device) -> Tensor:
+        """The label channels of a layer's keys: int64 [r], ascending."""
+        key = (spec.kind, spec.head_dim, device)
+        if key not in self._chosen:  # a constant on the device: no copy in a captured step
+            chosen = sorted(set(self.config.channels)) or builtin_channels(spec, self._labels)
+            self._chosen[key] = torch.tensor(chosen, dtype=torch.int64, device=device)
+        return self._chosen[key]
+
+    def seal(self, pages: SealedPages) -> None:
+        """Label the keys of pages that became full: [N, U, P, D] -> [N, U, P, r]."""
+        if self._acts.isdisjoint(pages.layers):
+            return
+        keys, ids = pages.payload[0], pages.pages
+        found = keys[ids[:, None], :, :, self.channels(pages.spec, keys.device)]  # [M, r, U, P]
+        pages.aux["labels"][ids] = found.permute(0, 2, 3, 1)
+
+    def select(self, at: LayerStep) -> Selection | None:
+        width = self._width(at) if self.acts_on(at.layer) else None
+        if width is None:
+            return None
+        table, lens = at.table()  # [S, G, W], [S, G]
+        logits = self.label_logits(at, table)  # [S, Hkv, g, L]
+        slot = torch.arange(logits.shape[3], device=logits.device)
+        opened = ((lens - 1) // at.page_size * at.page_size)[..., None]  # [S, G, 1]
+        is_open = slot >= opened
+        logits = logits.masked_fill(is_open[:, :, None], float("-inf"))
+        scores = logits.log_softmax(-1).amax(2)
+        newer = _OPEN * (1 + (slot - opened) / at.page_size)
+        scores = torch.where(is_open, newer.to(scores.dtype), scores)
+        budgets = at.budgets()
+        sinks = (budgets // 2).clamp(max=self.config.sink)[:, None, None]
+        scores = torch.where(slot < sinks, float("inf"), scores)
+        width = min(width, scores.shape[2])
+        index = ops.top_pages(scores, lens, budgets, 1, sinks=0, least=1, width=width)
+        return Selection(index, "slot")
+
+    def label_logits(self, at: LayerStep, table: Tensor) -> Tensor:
+        """q.k over the label channels: table int32 [S, G, W] -> [S, Hkv, g, W * P].
+
+        Slots of the open page and past a row's end hold anything, NaN included.
+        """
+        labels, spec = at.aux("labels"), at.spec
+        spans, heads, columns = table.shape[0], spec.kv_heads, table.shape[2]
+        dtype = torch.float64 if at.q.dtype == torch.float64 else torch.float32
+        q = at.q[..., self.channels(spec, at.q.device)].to(dtype) * spec.softmax_scale
+        q = q.reshape(spans, heads, spec.group_size, -1)
+        pages = table.long().expand(spans, heads, -1)
+        inner = torch.arange(heads, device=table.device)[:, None]
+        inner = inner if labels.shape[1] > 1 else torch.zeros_like(inner)
+        step = max(1, _SCRATCH // max(1, spans * heads * labels[0, 0].numel()))
+        parts = []
+        for first in range(0, columns, step):
+            found = labels[pages[..., first : first + step], inner]  # [S, Hkv, w, P, r]
+            parts.append(q @ found.flatten(2, 3).to(dtype).mT)
+        return torch.cat(parts, -1)
+
+    def _width(self, at: LayerStep) -> int | None:
+        """The most tokens that a row of this step reads; None when all rows are read whole."""
+        chunks = at.plan.chunks
+        if chunks != self._seen[0]:
+            budgets = [c.request.budget or 0 for c in chunks]
+            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
+            self._seen = (chunks, max(1, *budgets) if exceeds else None)
+        return self._seen[1]
+
+
+def builtin_channels(spec: LayerSpec, count: int) -> list[int]:
+    """Channels that are chosen without data, ascending.
+
+    Rotary embeddings turn channel i with i + head_dim / 2, slower the larger i is. A latent is not
+    rotated but for its last channels: any are as good as others.
+    """
+    dim = spec.head_dim
+    if spec.kind is LayerKind.LATENT:
+        return [i * dim // count for i in range(count)]
+    half = dim // 2
+    order = [c for i in reversed(range(half)) for c in (i, i + half)]
+    return sorted([*order, *range(2 * half, dim)][:count])
