@@ -1,0 +1,208 @@
+"""DuoAttention (arXiv:2410.10819): a few heads retrieve; the others need sinks and a window."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.plan import Demand, StepPlan
+from sparseengine.core.specs import LayerKind, ModelSpec, Ragged
+from sparseengine.core.view import Keep
+from sparseengine.errors import RequestError
+from sparseengine.methods.families import Method
+from sparseengine.methods.knobs import knob
+from sparseengine.methods.streaming_llm import StreamingLLM, StreamingLLMConfig
+
+_LARGEST_FILE = 4 << 20
+Gates = dict[int, tuple[float, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DuoAttentionConfig(StreamingLLMConfig):
+    """Knobs of DuoAttention."""
+
+    sink: int = knob(64, "first tokens that streaming heads always retain", low=0, high=1 << 20)
+    retrieval: float = knob(
+        0.5,
+        "share of the model's KV heads that retain everything: those with the largest gates",
+        low=0.0,
+        high=1.0,
+    )
+    pattern: str = knob(
+        "",
+        "JSON file with one list of gates, a number per KV head, for every layer of the model; "
+        "without one a built-in pattern spreads retrieval heads evenly, which nothing was "
+        "learned for",
+    )
+
+
+class DuoAttention(Method):
+    """Retrieval heads retain everything, streaming heads sinks and a window (arXiv:2410.10819).
+
+    Gates, learned once per model, say how much a KV head loses without the middle of the text. The
+    `retrieval` share of all heads with the largest gates (ties: the smaller layer, then the smaller
+    head) is left alone. Every other head is a row of StreamingLLM:
+
+        retrieval head   | everything                                              |
+        streaming head   | sinks, whole pages |   evicted   | recent, newest last  |
+
+    The budget is what a row of a streaming head retains, sinks included, so the mean row is longer:
+    by default 64 sinks and 256 recent tokens for half of the heads, and all tokens for the rest.
+    Streaming rows are cut after every block of the prompt, at its end and while decoding; the
+    freed pages are other requests' at once.
+
+    Without a pattern file the heads are NOT those that retrieve: the built-in pattern takes the
+    same share of every layer, head (layer modulo heads) first. It has the memory and the speed of a
+    learned pattern, not its quality.
+
+    Deviations: a block of the prompt attends to all that was retained before it and to itself,
+    where the authors mask to the window inside a block, too; heads keep their order, where the
+    authors sort them by kind; streaming rows lose whole pages unless `page_aligned` is off; layers
+    with one latent row have no heads to tell apart and stay dense. Tensor parallelism would need to
+    know which of the pattern's heads a rank holds.
+    """
+
+    name = "duo_attention"
+    config_class = DuoAttentionConfig
+    traits = Traits(
+        family="eviction",
+        sharing="chain",
+        takes="retained",
+        decode_hooks=True,
+        graph_safe=False,
+        tp="reduce",
+        kinds=frozenset({LayerKind.FULL}),
+    )
+    ragged = Ragged.HEAD
+    default_budget = 320
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        gates = _load(config.pattern, model) if config.pattern else _spread(model)
+        self.streaming = streaming_heads(gates, config.retrieval)
+        self._row = StreamingLLM(config, model)  # what happens to one row of a streaming head
+        super().__init__(config, model)
+        self._pending: dict[int, dict[int, tuple[tuple[int, ...], int]]] = {}
+
+    def dense_layers(self) -> frozenset[int]:
+        return frozenset(range(len(self.model.layers))) - self.streaming.keys()
+
+    def prefill_block(self) -> int | None:
+        return self._row.prefill_block()
+
+    def observe(self, at: LayerStep) -> None:
+        """Note the row lengths of layers whose streaming heads outgrew the budget."""
+        if not self.acts_on(at.layer):
+            return
+        head = min(self.streaming[at.layer])  # streaming rows of a layer are alike
+        for i, chunk in enumerate(at.plan.chunks):
+            budget = chunk.request.budget
+            if budget is None or not self._row.is_due(chunk):
+                continue
+            lens = at.lens(i)
+            if lens[head] > budget:
+                layers = self._pending.setdefault(chunk.request.id, {})
+                layers[at.layer] = (lens, at.page_size)
+
+    def evict(self, plan: StepPlan) -> Sequence[Keep]:
+        keeps: list[Keep] = []
+        for chunk in plan.chunks:
+            request = chunk.request
+            for layer, (lens, page) in self._pending.pop(request.id, {}).items():
+                assert request.budget is not None
+                streams = self.streaming[layer]
+                cut = self._row.mask(lens[min(streams)], request.budget, page)
+                whole = torch.ones(max(lens), dtype=torch.bool)
+                masks = (cut if h in streams else whole[:n] for h, n in enumerate(lens))
+                keeps.append(Keep(request.id, layer, tuple(masks)))
+        return keeps
+
+    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
+        """Over all heads: streaming rows as StreamingLLM bounds them, the others in full."""
+        total = prompt_len + max_tokens
+        if budget is None:
+            return Demand(total, total)
+        block = self.prefill_block()
+        worst = prompt_len if block is None else min(prompt_len, budget + block)
+        steady = self._mean(min(total, budget + 1), total)
+        return Demand(max(self._mean(worst, prompt_len), steady), steady)
+
+    def _mean(self, streaming_tokens: int, other_tokens: int) -> int:
+        """`mean_rows` with the streaming heads, not layers, as those that hold less."""
+        if streaming_tokens == other_tokens:
+            return other_tokens
+        page = self.page_size
+        every = sum(self.model.layers[i].kv_heads for i in self.model.sparse_layers)
+        few = sum(map(len, self.streaming.values()))
+        pages = few * -(-streaming_tokens // page) + (every - few) * -(-other_tokens // page)
+        return -(-pages * page // max(every, 1))
+
+    def forget(self, request_id: int) -> None:
+        self._pending.pop(request_id, None)
+
+
+def streaming_heads(gates: Gates, retrieval: float) -> dict[int, frozenset[int]]:
+    """The heads of each layer that are not among the `retrieval` share with the largest gates.
+
+    The number of retrieval heads is rounded to the nearest. Layers without a streaming head are
+    left out.
+    """
+    ranked = sorted((-g, layer, h) for layer, row in gates.items() for h, g in enumerate(row))
+    count = math.floor(retrieval * len(ranked) + 0.5)
+    found: dict[int, set[int]] = {}
+    for _, layer, head in ranked[count:]:
+        found.setdefault(layer, set()).add(head)
+    return {layer: frozenset(heads) for layer, heads in sorted(found.items())}
+
+
+def _heads(model: ModelSpec) -> dict[int, int]:
+    """KV heads of each FULL layer."""
+    return {i: s.kv_heads for i, s in enumerate(model.layers) if s.kind is LayerKind.FULL}
+
+
+def _spread(model: ModelSpec) -> Gates:
+    """The built-in pattern: the same share of heads in every layer, another first one in each."""
+    return {
+        layer: tuple(1 - ((h - at) % count) / count for h in range(count))
+        for at, (layer, count) in enumerate(_heads(model).items())
+    }
+
+
+def _load(path: str, model: ModelSpec) -> Gates:
+    """Gates of the FULL layers from a JSON file; raises `RequestError` that says what it must be.
+
+    One message for all that may be wrong, so that it tells nothing of a file that is no pattern.
+    """
+    heads = _heads(model)
+    try:
+        file = Path(path)
+        if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
+            raise ValueError
+        rows = json.loads(file.read_text())
+        if not isinstance(rows, list) or len(rows) != len(model.layers):
+            raise ValueError
+        return {layer: _gates(rows[layer], count) for layer, count in heads.items()}
+    except (OSError, OverflowError, ValueError, RecursionError):
+        raise RequestError(
+            f"sparse knob pattern={path!r} is not allowed; it must be a JSON file with "
+            f"{len(model.layers)} lists, one per layer, which hold a finite number for each KV "
+            f"head (per layer, other layers' lists being ignored: {heads})"
+        ) from None
+
+
+def _gates(row: object, count: int) -> tuple[float, ...]:
+    """A layer's gates; raises ValueError unless they are `count` finite numbers."""
+    if not isinstance(row, list) or len(row) != count:
+        raise ValueError
+    if not all(isinstance(g, int | float) and not isinstance(g, bool) for g in row):
+        raise ValueError
+    gates = tuple(float(g) for g in row)
+    if not all(map(math.isfinite, gates)):
+        raise ValueError
+    return gates
