@@ -162,11 +162,15 @@ class EvictionMethod(Method):
             budget = chunk.request.budget
             if budget is None or not self.is_due(chunk):
                 continue
-            lens = at.lens(i)
-            if max(lens) > budget:
-                own = self.layer_budget(at.layer, max(lens), budget)
-                found = _Pending(self.score(at, i).float(), lens, own)
-                self._pending.setdefault(chunk.request.id, {})[at.layer] = found
+            if max(at.lens(i)) > budget:
+                self.note(at, i, budget)
+
+    def note(self, at: LayerStep, chunk: int, budget: int) -> None:
+        """Score a chunk's rows at this layer; they are cut to the budget when the step ends."""
+        lens, request = at.lens(chunk), at.plan.chunks[chunk].request
+        own = self.layer_budget(at.layer, max(lens), budget)
+        found = _Pending(self.score(at, chunk).float(), lens, own)
+        self._pending.setdefault(request.id, {})[at.layer] = found
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
