@@ -39,6 +39,7 @@ class GroupCache:
         self.rows = RowTable(geo.rows, pool)
         self.payload = pool.payload
         n, u, p = pool.num_pages + 1, geo.units, geo.page_size
+        self.rewritten = frozenset(a.name for a in geo.group.aux if a.rewritten)
         self.slot_aux = {
             a.name: torch.empty((n, u, p, *a.dims(geo.spec)), dtype=a.dtype, device=device)
             for a in geo.aux_of(Per.SLOT)
@@ -120,6 +121,11 @@ class GroupCache:
             )
             self._zero_slots(self._step.slots)
         return self._step
+
+    def own(self, chunk: int) -> None:
+        """The request of a chunk rewrites side slots: later steps copy pages that it shares."""
+        assert self._draft is not None, "reserve(plan) comes first"
+        self.rows.rewriters.add(int(self._draft.slots[chunk]))
 
     def _zero_slots(self, slots: Tensor) -> None:
         if self.slot_aux:

@@ -25,8 +25,8 @@ from sparseengine.cache.tables import Index, Ints, PageTables
 class Draft:
     """What a step would take from one group, computed before anything is changed.
 
-    slots [S]; new, have, need [S, R]: lengths to be, pages held, pages to add. copy_*: [M] rows
-    whose open page is shared and must be copied before it is written.
+    slots [S]; new, have, need [S, R]: lengths to be, pages held, pages to add. copy_*: [M] shared
+    pages that must be copied before they are written: open ones, and all pages of `rewriters`.
     """
 
     slots: Index
@@ -35,6 +35,7 @@ class Draft:
     need: Ints
     copy_slot: Index
     copy_row: Index
+    copy_col: Index
     copy_page: Ints
 
     @property
@@ -59,13 +60,17 @@ class Delta:
 
 
 class RowTable:
-    """Rows of all requests of one group."""
+    """Rows of all requests of one group.
+
+    rewriters: requests whose side slots were written after their step: they own all their pages.
+    """
 
     def __init__(self, rows: int, pool: PagePool) -> None:
         self.rows, self.page_size, self.pool = rows, pool.page_size, pool
         self.lens: Ints = np.zeros((0, rows), np.int32)
         self.sealed: Ints = np.zeros((0, rows), np.int32)
         self.tables = PageTables(rows)
+        self.rewriters: set[int] = set()
 
     def held(self, lens: Ints) -> Ints:
         """Pages that rows of these lengths hold."""
@@ -88,15 +93,28 @@ class RowTable:
         new = old + tokens[:, None]
         have = self.held(old)
         need = self.held(new) - have
-        s = r = np.zeros(0, np.int64)
+        s = r = col = np.zeros(0, np.int64)
         page = np.zeros(0, np.int32)
         if self.pool.any_shared:
-            s, r = np.nonzero((old % self.page_size > 0) & (tokens > 0)[:, None])
-            page = self.tables.arena[self.tables.at(slots[s], r, have[s, r] - 1)]
+            first = old // self.page_size  # the first page that is written: the open one
+            if self.rewriters:
+                first[[int(slot) in self.rewriters for slot in slots]] = 0
+            count = np.where((tokens > 0)[:, None], have - first, 0).ravel()
+            row = np.repeat(np.arange(count.size), count)
+            col = np.arange(row.size) - np.repeat(np.cumsum(count) - count - first.ravel(), count)
+            s, r = row // self.rows, row % self.rows
+            page = self.tables.arena[self.tables.at(slots[s], r, col)]
             copy = self.pool.must_copy(page)
-            s, r, page = s[copy], r[copy], page[copy]
+            s, r, col, page = s[copy], r[copy], col[copy], page[copy]
         return Draft(
-            slots=slots, new=new, have=have, need=need, copy_slot=s, copy_row=r, copy_page=page
+            slots=slots,
+            new=new,
+            have=have,
+            need=need,
+            copy_slot=s,
+            copy_row=r,
+            copy_col=col,
+            copy_page=page,
         )
 
     def commit(self, d: Draft) -> Delta:
@@ -111,9 +129,8 @@ class RowTable:
         ends = np.cumsum(counts)
         col = np.arange(rest.size) - np.repeat(ends - counts - base, counts)
         at = self.tables.at(d.slots[row // self.rows], row % self.rows, col)
-        open_col = d.have[d.copy_slot, d.copy_row] - 1
-        open_at = self.tables.at(d.slots[d.copy_slot], d.copy_row, open_col)
-        flat = np.concatenate([open_at, at])
+        copy_at = self.tables.at(d.slots[d.copy_slot], d.copy_row, d.copy_col)
+        flat = np.concatenate([copy_at, at])
         self.tables.arena[flat] = fresh
         freed = self.pool.drop(d.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
@@ -137,6 +154,8 @@ class RowTable:
         self.lens[slot], self.sealed[slot] = self.lens[source], self.sealed[source]
         self.tables.copy(source, slot)
         self.pool.share(pages)
+        if source in self.rewriters:
+            self.rewriters.add(slot)
 
     def truncate(self, slot: int, tokens: int) -> Ints:
         """Remove the newest tokens of every row; returns the pages that came free."""
@@ -175,6 +194,7 @@ class RowTable:
 
     def release(self, slot: int) -> Ints:
         freed = self.pool.drop(self.pages_of(slot))
+        self.rewriters.discard(slot)
         self.lens[slot] = 0
         self.sealed[slot] = 0
         self.tables.drop(slot)

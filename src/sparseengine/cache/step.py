@@ -117,6 +117,8 @@ class LayerView:
 
     def scatter(self, name: str, chunk: int, value: Tensor) -> None:
         """Write a SLOT side tensor back, [Hkv, Lmax, ...] in row order; padding is ignored."""
+        if name in self._group.rewritten:
+            self._group.own(self._chunks[chunk])
         table, lens = self._row(chunk)
         pool = self.aux(name)
         size, length = self.page_size, value.shape[1]
@@ -127,9 +129,17 @@ class LayerView:
         new = value.reshape(value.shape[0], length, -1).transpose(0, 1)  # [L, H, D]
         ops.store((flat,), (new.to(pool.dtype),), slots)
 
-    def scores(self, chunk: int, queries: Tensor, reduce: Literal["sum", "max"] = "sum") -> Tensor:
+    def scores(
+        self,
+        chunk: int,
+        queries: Tensor,
+        reduce: Literal["sum", "max"] = "sum",
+        *,
+        behind: int = 0,
+    ) -> Tensor:
         table, lens = self._row(chunk)
-        longest = max(self.lens(chunk), default=0)
+        longest = max(self.lens(chunk), default=0) - behind
+        lens = lens - behind if behind else lens
         keys, scale, cap = self._pool("keys"), self.spec.softmax_scale, self.spec.softcap
         return ops.window_scores(queries, keys, table, lens, longest, scale, reduce, cap)
 

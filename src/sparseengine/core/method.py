@@ -112,14 +112,25 @@ class LayerStep(Protocol):
         ...
 
     def scatter(self, name: str, chunk: int, value: Tensor) -> None:
-        """Write a SLOT aux tensor back, [Hkv, Lmax, ...] in row order."""
+        """Write a SLOT aux tensor back, [Hkv, Lmax, ...] in row order.
+
+        Slots of earlier steps may change only if the aux is declared `rewritten`.
+        """
         ...
 
-    def scores(self, chunk: int, queries: Tensor, reduce: Literal["sum", "max"] = "sum") -> Tensor:
+    def scores(
+        self,
+        chunk: int,
+        queries: Tensor,
+        reduce: Literal["sum", "max"] = "sum",
+        *,
+        behind: int = 0,
+    ) -> Tensor:
         """Attention mass of `queries` [w, Hq, D], the last w of the row, on every key of the row.
 
         Softmax in fp32 over all visible keys (causal, bottom-right), then reduced over the queries;
-        returns fp32 [Hq, Lmax], query heads grouped by KV head, zero past a row's length.
+        returns fp32 [Hq, Lmax], query heads grouped by KV head, zero past a row's length. behind:
+        the row is taken without its newest `behind` tokens, and Lmax is that much smaller.
         """
         ...
 

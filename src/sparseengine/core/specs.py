@@ -100,6 +100,8 @@ class AuxSpec:
     `shape` holds LayerSpec field names or integers, so that one spec fits every group. SLOT and
     PAGE tensors live per *head page*: do not list kv_heads. REQUEST tensors live per (request,
     layer); `lifetime="prefill"` ones are dropped when the prompt's last chunk has been handled.
+    rewritten: entries of a SLOT tensor change in later steps too. A request that writes it owns its
+    pages from then on: in its next step it copies those that it shares with a fork.
     """
 
     name: str
@@ -107,6 +109,7 @@ class AuxSpec:
     shape: tuple[str | int, ...] = ()
     dtype: torch.dtype = torch.float32
     lifetime: Literal["request", "prefill"] = "request"
+    rewritten: bool = False
 
     def dims(self, layer: LayerSpec) -> tuple[int, ...]:
         return tuple(d if isinstance(d, int) else int(getattr(layer, d)) for d in self.shape)

@@ -1,0 +1,179 @@
+"""H2O (arXiv:2306.14048): tokens that gathered much attention so far are heavy hitters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.plan import Demand, Purpose, Request
+from sparseengine.core.specs import AuxSpec, Per
+from sparseengine.core.view import Keep
+from sparseengine.methods.budgets import split_protected
+from sparseengine.methods.families import EvictionMethod, _Pending
+from sparseengine.methods.knobs import MethodConfig, knob
+
+_MASS, _SEEN = "attention_mass", "attention_seen"
+_TILE_LOGITS = 1 << 24  # of one KV head at a time: 64 MiB in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class H2OConfig(MethodConfig):
+    """Knobs of H2O."""
+
+    recent_ratio: float = knob(
+        0.5, "part of the budget that the newest tokens get", low=0.0, high=1.0
+    )
+    sink: int = knob(0, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
+    interval: int = knob(
+        64,
+        "decoded tokens between two evictions: a row grows to budget + interval and is cut back to "
+        "the budget; 1 evicts in every step, 0 never evicts while decoding",
+        low=0,
+        high=1 << 20,
+    )
+    block_tokens: int = knob(
+        0,
+        "evict after every block of this many prompt tokens, which bounds memory but loses what a "
+        "later question needs; 0 evicts once, when the prompt ends",
+        low=0,
+        high=1 << 20,
+    )
+    average: bool = knob(
+        False, "divide a token's mass by the number of queries that could see it, old tokens' most"
+    )
+    decay: float = knob(
+        1.0, "what is left of the gathered mass after each decoded token", low=0.0, high=1.0
+    )
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"recent_ratio": 0.5, "interval": 1},
+            "kvpress": {"recent_ratio": 0.0, "interval": 0, "average": True},
+        }
+    )
+
+
+class H2O(EvictionMethod):
+    """Retains the tokens that gathered most attention so far, and the newest ones.
+
+    arXiv:2306.14048. Every query, of the prompt and while decoding, adds the attention it pays (a
+    softmax in fp32 over all keys it sees) to a number per stored token and KV head, summed over the
+    head's query group. Numbers move along with their tokens. When the prompt ends, rows longer than
+    the budget keep their newest ceil(recent_ratio * budget) tokens and, of the others, those of
+    largest sum. While decoding a row grows to budget + interval and is cut back to the budget in
+    the same way. The budget counts everything retained.
+
+    Costs: scoring reads every key of the prompt once more for every query, in tiles of bounded
+    memory, and each decode step reads the row's keys a second time; 4 bytes per token and KV head
+    (8 with `average`). Old tokens were seen by more queries, so the sum prefers them; `average`
+    takes that away.
+
+    Deviations: one choice per KV head (the authors' models have one query head each); prompts are
+    cut when they end, not after each query (`block_tokens` bounds memory instead); decoded tokens
+    are evicted in bursts of 64 (authors: 1); a fork shares no pages, for its sums differ; `decay`
+    is not in the paper.
+    """
+
+    name = "h2o"
+    config_class = H2OConfig
+    traits = Traits(
+        family="eviction",
+        sharing="chain",
+        takes="retained",
+        query_aware=True,
+        decode_hooks=True,
+        graph_safe=False,
+        scores="mass",
+    )
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        names = (_MASS, _SEEN) if self.config.average else (_MASS,)
+        return tuple(AuxSpec(name=name, per=Per.SLOT, rewritten=True) for name in names)
+
+    def prefill_block(self) -> int | None:
+        return self.config.block_tokens or None
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        recent = math.ceil(self.config.recent_ratio * budget - 1e-9)
+        return split_protected(budget, self.config.sink, recent)
+
+    def observe(self, at: LayerStep) -> None:
+        super().observe(at)  # chunks of prompts
+        if not self.acts_on(at.layer) or not self.config.interval:
+            return
+        for i, chunk in enumerate(at.plan.chunks):
+            if chunk.purpose is not Purpose.DECODE:
+                return
+            budget, lens = chunk.request.budget, at.lens(i)
+            if budget is None:
+                continue
+            self.watch(at, i)
+            if max(lens) >= budget + self.config.interval:
+                found = _Pending(self.score(at, i), lens, budget)
+                self._pending.setdefault(chunk.request.id, {})[at.layer] = found
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        """Add the mass of a chunk's queries to the row's sums; new slots start at zero."""
+        now = at.plan.chunks[chunk]
+        if now.request.budget is None:
+            return
+        left = self.config.decay if now.purpose is Purpose.DECODE else 1.0
+        mass = at.gather(_MASS, chunk) * left  # [Hkv, L]
+        lo, hi = at.span(chunk)
+        longest = max(at.lens(chunk))
+        for first, end in self._tiles(hi - lo, longest, at.spec.group_size):
+            behind = hi - lo - end
+            found = at.scores(chunk, at.q[lo + first : lo + end], behind=behind)
+            mass[:, : longest - behind] += found.view(at.spec.kv_heads, -1, found.shape[1]).sum(1)
+        at.scatter(_MASS, chunk, mass)
+        if self.config.average:
+            lens = at.table()[1][chunk]  # [G]
+            slot = torch.arange(longest, device=mass.device)
+            saw = (lens[:, None] - slot).clamp(0, hi - lo)  # of this chunk's queries
+            at.scatter(_SEEN, chunk, at.gather(_SEEN, chunk) * left + saw)
+
+    @staticmethod
+    def _tiles(count: int, length: int, group: int) -> list[tuple[int, int]]:
+        """Queries of a chunk in runs whose logits are bounded, newest last."""
+        size = min(1024, max(16, _TILE_LOGITS // (length * group)))
+        return [(first, min(first + size, count)) for first in range(0, count, size)]
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Gathered mass of each slot: fp32 [Hkv, L]."""
+        mass = at.gather(_MASS, chunk)
+        if not self.config.average:
+            return mass
+        seen = at.gather(_SEEN, chunk)
+        return torch.where(seen > 0, mass / seen, 0.0)
+
+    def shrink(
+        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
+    ) -> Sequence[Keep]:
+        """A further eviction by the same sums; not if decoded tokens were not watched."""
+        if not self.config.interval:
+            return ()
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        for at in rows:
+            if self.acts_on(at.layer) and max(at.lens(0)) > target_tokens:
+                found = _Pending(self.score(at, 0), at.lens(0), target_tokens)
+                key = (found.scores.shape, target_tokens)
+                batches.setdefault(key, []).append((request.id, at.layer, found))
+        return self._choose(batches)
+
+    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
+        """Rows of the prompt (or of a block on top of the budget), then budget + interval."""
+        total = prompt_len + max_tokens
+        if budget is None:
+            return Demand(total, total)
+        block, interval = self.prefill_block(), self.config.interval
+        worst = prompt_len if block is None else min(prompt_len, budget + block)
+        grown = min(interval, max_tokens) if interval else max_tokens
+        steady = self.mean_rows(min(total, budget + grown), total)
+        return Demand(max(self.mean_rows(worst, prompt_len), steady), steady)
