@@ -31,6 +31,7 @@ CASES = {
     "knorm": Case("knorm", {"skip_layers": (), "sink": 2, "recent": 4}),
     "keydiff": Case("keydiff", {"sink": 2, "recent": 4}),
     "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
+    "expected_attention": Case("expected_attention", {"sink": 2}, refused=("latent",)),
     "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
     "pyramidkv": Case("pyramidkv", {"window": 6, "kernel": 3, "sink": 2}),
     "tova": Case("tova", {}),
@@ -40,9 +41,11 @@ CASES = {
     "adakv_keydiff": Case(
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
+    "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
     "h2o": Case("h2o", {"interval": 3}),
     "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
     "quest": Case("quest", {"dense_layers": 0}),
+    "omnikv": Case("omnikv", {"sink": 2, "recent": 6}),
     "double_sparsity": Case("double_sparsity", {"dense_layers": 0, "sink": 2}),
 }
 

@@ -54,6 +54,31 @@ def keydiff_scores(q: Tensor, k: Tensor) -> list[list[float]]:
     return out
 
 
+def expected_attention_scores(
+    q: Tensor, k: Tensor, v: Tensor | None, sink: int, epsilon: float = 0.0
+) -> list[list[float]]:
+    """Closed form of E[exp(q.k)] for Gaussian queries; of a model that does not rotate."""
+    length, group, out = len(k), q.shape[1] // k.shape[1], []
+    for h in _heads(k):
+        score = [0.0] * length
+        for g in range(h * group, h * group + group):
+            seen = q[sink:, g].double()
+            mean = seen.sum(0) / max(len(seen), 1)
+            cov = sum((torch.outer(x, x) for x in seen), torch.zeros_like(torch.outer(mean, mean)))
+            cov = cov / max(len(seen), 1) - torch.outer(mean, mean)
+            z = [
+                (key @ mean / k.shape[2] ** 0.5 + key @ cov @ key / (2 * k.shape[2])).item()
+                for key in k[sink:, h].double()
+            ]
+            top = max(z, default=0.0)
+            total = sum(math.exp(x - top) for x in z)
+            for j, x in enumerate(z):
+                score[sink + j] += (math.exp(x - top) / total + epsilon) / group
+        norms = [1.0] * length if v is None else [math.hypot(*x) for x in v[:, h].tolist()]
+        out.append([a * b for a, b in zip(score, norms, strict=True)])
+    return out
+
+
 def snapkv_scores(
     q: Tensor, k: Tensor, window: int, kernel: int, pooling: str = "max"
 ) -> list[list[float]]:
@@ -73,6 +98,54 @@ def snapkv_scores(
             near = [mean[max(0, j - half) : j + half + 1] for j in range(len(mean))]
             per_query_head.append([max(n) if pooling == "max" else sum(n) / kernel for n in near])
         out.append([sum(c) / group for c in zip(*per_query_head, strict=True)] + [0.0] * window)
+    return out
+
+
+def rkv_scores(
+    q: Tensor, k: Tensor, keys: Sequence[int], window: int, kernel: int, weight: float
+) -> list[float]:
+    """One KV head: the last queries of q [T, g, D], the row `keys` of k [T, D], whole matrices."""
+    row, before = k[list(keys)].double(), len(keys) - window
+    if before <= 0:
+        return [0.0] * len(keys)
+    last = q[-window:].double()
+    logits = torch.einsum("wgd,ld->gwl", last, row) / k.shape[1] ** 0.5
+    mean = logits.amax(0)[:, :before].softmax(-1).mean(0).tolist()
+    half = kernel // 2
+    important = [max(mean[max(0, j - half) : j + half + 1]) for j in range(before)]
+    unit = row / row.norm(dim=1, keepdim=True)
+    cosine = unit @ unit.T
+    cosine.fill_diagonal_(0)
+    for line in cosine:
+        line[max((j for j in range(len(keys)) if line[j] > 0.5), default=0)] = 0
+    redundant = cosine.mean(0).softmax(0).tolist()
+    pairs = zip(important, redundant, strict=False)
+    return [weight * i - (1 - weight) * r for i, r in pairs] + [0.0] * window
+
+
+def rkv(
+    q: Tensor,
+    k: Tensor,
+    budget: int,
+    prompt_len: int,
+    interval: int = 128,
+    window: int = 8,
+    kernel: int = 7,
+    weight: float = 0.07,
+) -> Rows:
+    """Cut when the prompt ends and whenever a row has grown to budget + interval."""
+    group, out = q.shape[1] // k.shape[1], []
+    for h in _heads(k):
+        heads = slice(h * group, (h + 1) * group)
+        row = list(range(prompt_len))
+        for t in range(prompt_len, len(k) + 1):  # t tokens were run
+            if t > prompt_len:
+                row.append(t - 1)
+            if t == prompt_len or len(row) >= budget + interval:
+                score = rkv_scores(q[:t, heads], k[:, h], row, window, kernel, weight)
+                (chosen,) = evict([score], budget, 0, window)
+                row = [row[j] for j in chosen]
+        out.append(row)
     return out
 
 
@@ -206,6 +279,19 @@ def double_sparsity(
             scores[j] = math.inf
         rows.append(best(scores, budget))
     return rows
+
+
+def omnikv(q: Tensor, k: Tensor, budget: int, sink: int, recent: int) -> Rows:
+    """One list for all heads: the largest logit of any; sinks and recent tokens are forced."""
+    length, group = len(k), q.shape[1] // k.shape[1]
+    if length <= budget:
+        return [list(range(length)) for _ in _heads(k)]
+    keys = k.double().repeat_interleave(group, 1)  # [L, Hq, D]
+    scores = (keys * q[-1].double()).sum(-1).amax(1).tolist()
+    must = {*range(min(sink, budget // 4)), *range(length - min(recent, budget // 2), length)}
+    for j in {*must, length - 1}:
+        scores[j] = math.inf
+    return [best(scores, budget)] * k.shape[1]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:

@@ -47,6 +47,8 @@ def _latent(folder: Path) -> Path:
     return folder
 
 
+FILTERS = {("omnikv", "full"): (0, 1), ("omnikv", "latent"): (0, 1)}  # they choose for layer 2
+
 # name: (the kinds of its layers, what writes its checkpoint)
 MODELS: dict[str, tuple[tuple[LayerKind, ...], Callable[[Path], Path]]] = {
     "full": ((LayerKind.FULL,) * 3, lambda folder: save_checkpoint(folder, "llama")),
@@ -119,6 +121,9 @@ def test_cells_that_run(method: str, loaded: tuple[str, LLM, list[list[int]]]) -
         found = output.outputs[0].sparse
         assert found is not None
         for layer, kind in enumerate(MODELS[model][0]):
+            if layer in FILTERS.get((method, model), ()):
+                assert all(layer not in read.positions for read in found.reads)
+                continue
             check_layer(method, kind, found, layer, length)
 
 

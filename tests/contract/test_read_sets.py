@@ -69,6 +69,11 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
             oracles.keydiff_scores, q, k, 16, lambda s: oracles.evict(s, b, 3, 5)
         ),
     ),
+    "expected_attention": (
+        "expected_attention",
+        {"sink": 3, "value_norm": False},
+        lambda q, k, b: oracles.evict(oracles.expected_attention_scores(q, k, None, 3), b, 3, 0),
+    ),
     "snapkv": (
         "snapkv",
         {"window": 8, "kernel": 5, "sink": 3},
@@ -84,6 +89,7 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         {"window": 8, "kernel": 5, "sink": 3},
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
     ),
+    "rkv": ("rkv", {}, lambda q, k, b: oracles.rkv(q, k, b, len(k))),
     "h2o": ("h2o", {}, lambda q, k, b: oracles.h2o(q, k, b, len(k))),
     "tova_prompt": (  # its decode steps: tests/unit/test_methods_tova.py
         "tova",
@@ -215,6 +221,23 @@ def test_double_sparsity_reads_the_tokens_whose_labels_score_best(
         assert all(len(row) == min(n, budget) for row in expected)
 
 
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}over{h[1]}")
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("budget", [1, 2, 5, 17, 30, 50, 64])
+def test_omnikv_reads_the_tokens_of_largest_logit_in_any_head(
+    heads: tuple[int, int], chunking: str, budget: int
+) -> None:
+    """The only layer of a model reads its own choice; others: tests/unit/test_methods_omnikv.py."""
+    length, decodes, sink, recent = 45, 12, 3, 6
+    qkv = random_layer(length + decodes, *heads, seed=budget)
+    got = run("omnikv", qkv, length, budget, CHUNKINGS[chunking], sink=sink, recent=recent)
+    for i in range(decodes):
+        n = length + i + 1
+        expected = oracles.omnikv(qkv[0][:n], qkv[1][:n], budget, sink, recent)
+        assert got.reads[i - decodes] == expected
+        assert all(len(row) == min(n, budget) for row in expected)
+
+
 def test_quest_with_pages_of_one_token_is_exact_top_k() -> None:
     length, budget = 40, 9
     q, k, v = random_layer(length + 1)
@@ -312,6 +335,7 @@ def test_every_method_has_a_read_set_oracle() -> None:
         "duo_attention",
         "quest",
         "double_sparsity",
+        "omnikv",
         *(m for m, _, _ in SCORED.values()),
     }
     assert judged == set(METHODS)
@@ -325,6 +349,7 @@ SHRINKABLE = {
     "streaming_llm": ("streaming_llm", {}),
     "snapkv": SCORED["snapkv"][:2],
     "h2o": SCORED["h2o"][:2],
+    "rkv": SCORED["rkv"][:2],
 }
 
 

@@ -143,6 +143,17 @@ class LayerView:
         keys, scale, cap = self._pool("keys"), self.spec.softmax_scale, self.spec.softcap
         return ops.window_scores(queries, keys, table, lens, longest, scale, reduce, cap)
 
+    def logits(self) -> Tensor:
+        """A slot is a page of one token here, whose bounds are the key: q.k is their bound."""
+        table, pool = self.table()[0], self._group.payload[0]  # [S, G, W], [N, U, P, D]
+        units = self._group.geo.layer_units(self.layer)
+        head = torch.arange(units.start, units.stop, device=table.device)[:, None, None]
+        slot = torch.arange(self.page_size, device=table.device)
+        page = table.long()[..., None] * pool.shape[1]  # [S, G, W, 1]
+        ids = ((page + head) * self.page_size + slot).flatten(2).to(torch.int32)
+        keys = pool.view(-1, 1, pool.shape[3])
+        return ops.page_scores(self.q, keys, keys, ids, self.spec.group_size)
+
 
 def _runs(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join adjacent spans, so that a contiguous selection stays a view."""

@@ -134,6 +134,14 @@ class LayerStep(Protocol):
         """
         ...
 
+    def logits(self) -> Tensor:
+        """q.k of chunks of one token each on every slot of their rows: fp32 [S, Hkv, W * P].
+
+        Unscaled, the largest of a KV head's query heads. W: columns of the table. Slots past a
+        row's end hold anything, NaN included. Device work of static shapes.
+        """
+        ...
+
 
 class SparseMethod:
     """Lifecycle of one sparse method. Every hook has a default; most override one to three.

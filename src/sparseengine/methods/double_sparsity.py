@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseengine import ops
 from sparseengine.core.method import LayerStep, SealedPages
 from sparseengine.core.specs import AuxSpec, LayerKind, LayerSpec, ModelSpec, Per
 from sparseengine.core.view import Selection
 from sparseengine.errors import RequestError
-from sparseengine.methods.families import SelectionMethod
 from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.tokens import TokenSelection
 
 _SCRATCH = 1 << 24  # labels gathered at a time
-_OPEN = 1e30  # above any score, below what is forced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +36,7 @@ class DoubleSparsityConfig(MethodConfig):
     sink: int = knob(4, "first tokens that are always read", low=0, high=1 << 20)
 
 
-class DoubleSparsity(SelectionMethod):
+class DoubleSparsity(TokenSelection):
     """Reads the tokens whose label channels promise most attention (arXiv:2408.07092).
 
     A label is a key cut down to r = head_dim // group_factor channels and is stored beside it. A
@@ -100,17 +98,10 @@ class DoubleSparsity(SelectionMethod):
         logits = self.label_logits(at, table)  # [S, Hkv, g, L]
         slot = torch.arange(logits.shape[3], device=logits.device)
         opened = ((lens - 1) // at.page_size * at.page_size)[..., None]  # [S, G, 1]
-        is_open = slot >= opened
-        logits = logits.masked_fill(is_open[:, :, None], float("-inf"))
+        logits = logits.masked_fill((slot >= opened)[:, :, None], float("-inf"))
         scores = logits.log_softmax(-1).amax(2)
-        newer = _OPEN * (1 + (slot - opened) / at.page_size)
-        scores = torch.where(is_open, newer.to(scores.dtype), scores)
-        budgets = at.budgets()
-        sinks = (budgets // 2).clamp(max=self.config.sink)[:, None, None]
-        scores = torch.where(slot < sinks, float("inf"), scores)
-        width = min(width, scores.shape[2])
-        index = ops.top_pages(scores, lens, budgets, 1, sinks=0, least=1, width=width)
-        return Selection(index, "slot")
+        sinks = (at.budgets() // 2).clamp(max=self.config.sink)
+        return self._best(at, scores, opened, sinks, width)
 
     def label_logits(self, at: LayerStep, table: Tensor) -> Tensor:
         """q.k over the label channels: table int32 [S, G, W] -> [S, Hkv, g, W * P].
@@ -131,15 +122,6 @@ class DoubleSparsity(SelectionMethod):
             found = labels[pages[..., first : first + step], inner]  # [S, Hkv, w, P, r]
             parts.append(q @ found.flatten(2, 3).to(dtype).mT)
         return torch.cat(parts, -1)
-
-    def _width(self, at: LayerStep) -> int | None:
-        """The most tokens that a row of this step reads; None when all rows are read whole."""
-        chunks = at.plan.chunks
-        if chunks != self._seen[0]:
-            budgets = [c.request.budget or 0 for c in chunks]
-            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
-            self._seen = (chunks, max(1, *budgets) if exceeds else None)
-        return self._seen[1]
 
 
 def builtin_channels(spec: LayerSpec, count: int) -> list[int]:
