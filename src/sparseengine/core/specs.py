@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal
 
@@ -71,8 +71,26 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rotary:
+    """How a layer turns the first channels of Q and K by their position, for whoever undoes it.
+
+    A channel and its pair turn by position * inv_freq[i] (float32) and are multiplied by `factor`.
+    The pair of channel i is channel i + len(inv_freq); with `interleaved`, neighbours are pairs.
+    by_length: the frequencies depend on the text's length, too; these are the short texts'.
+    """
+
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+    interleaved: bool = False
+    by_length: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """All that the engine, the cache and the methods know of a model."""
+    """All that the engine, the cache and the methods know of a model.
+
+    rotaries: one per layer, or none at all for a model that does not rotate.
+    """
 
     layers: tuple[LayerSpec, ...]
     vocab_size: int
@@ -80,6 +98,7 @@ class ModelSpec:
     max_position: int
     dtype: torch.dtype = torch.float32
     architecture: str = ""
+    rotaries: tuple[Rotary, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

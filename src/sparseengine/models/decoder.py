@@ -112,6 +112,11 @@ class CausalLM(nn.Module):
         """The model's sizes. Raises ConfigError for a missing field or an unsupported feature."""
         raise NotImplementedError
 
+    @classmethod
+    def filled(cls, config: Config) -> Config:
+        """The config as `rope_specs` takes it: with the family's defaults where it has nothing."""
+        return config
+
     def make_layer(
         self, layer: int, config: Config, spec: ModelSpec, device: torch.device | str
     ) -> nn.Module:

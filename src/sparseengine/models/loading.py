@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
 from sparseengine.models import fields
+from sparseengine.nn.rope import RopeSpec, rotary
 from sparseengine.registry import Registry
 from sparseengine.weights.dummy import DummyFill
 from sparseengine.weights.source import ModelSource
@@ -50,8 +52,11 @@ def model_spec(hf_config: Mapping[str, Any], dtype: torch.dtype) -> ModelSpec:
     Raises ConfigError for an architecture that is not registered (with the nearest one) and for a
     missing or impossible field.
     """
-    spec: ModelSpec = MODELS.get(fields.architecture(hf_config)).build_spec(hf_config, dtype)
-    return spec
+    family = MODELS.get(fields.architecture(hf_config))
+    spec: ModelSpec = family.build_spec(hf_config, dtype)
+    ropes: tuple[RopeSpec, ...] = family.rope_specs(family.filled(hf_config), spec)
+    of = {rope: rotary(rope) for rope in dict.fromkeys(ropes)}
+    return replace(spec, rotaries=tuple(of[rope] for rope in ropes))
 
 
 def load_model(

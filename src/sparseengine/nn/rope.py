@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparseengine.core.specs import Rotary
 from sparseengine.errors import ConfigError, nearest
 from sparseengine.ops import cpu
 
@@ -210,6 +211,17 @@ def frequencies(spec: RopeSpec) -> tuple[Tensor, float]:
     if spec.rope_type == "factors":
         return inv_freq / torch.tensor(spec.parameters["factors"], dtype=torch.float32), 1.0
     return inv_freq, 1.0
+
+
+def rotary(spec: RopeSpec) -> Rotary:
+    """The same rotation as plain numbers."""
+    inv_freq, factor = frequencies(spec)
+    return Rotary(
+        inv_freq=tuple(inv_freq.tolist()),
+        factor=factor,
+        interleaved=spec.interleaved,
+        by_length=spec.rope_type in ("dynamic", "longrope"),
+    )
 
 
 def _llama3(spec: RopeSpec, inv_freq: Tensor) -> Tensor:

@@ -1,0 +1,178 @@
+"""Expected Attention (arXiv:2510.00636): what queries yet to come will look at, on average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec, Per, Rotary
+from sparseengine.errors import UnsupportedError
+from sparseengine.methods.families import EvictionConfig, EvictionMethod
+from sparseengine.methods.knobs import knob
+
+_BLOCK = 2048  # keys scored at once, which bounds scratch memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedAttentionConfig(EvictionConfig):
+    """Knobs of Expected Attention."""
+
+    sink: int = knob(
+        4,
+        "first tokens of the prompt: always retained, and their queries do not count",
+        low=0,
+        high=1 << 20,
+    )
+    recent: int = knob(0, "newest tokens that are always retained", low=0, high=1 << 20)
+    future: int = knob(
+        512, "positions after the prompt over which rotations are averaged", low=1, high=1 << 16
+    )
+    covariance: bool = knob(True, "let the spread of queries count, not their mean alone")
+    value_norm: bool = knob(True, "weight the expected attention by the norm of the value")
+    epsilon: float = knob(
+        0.0, "added to the expected attention before the value norm", low=0.0, high=1.0
+    )
+
+
+class ExpectedAttention(EvictionMethod):
+    """Retains the keys that queries yet to come are expected to attend to (arXiv:2510.00636).
+
+    Queries before rotation are taken for draws from a Gaussian per query head. Its moments m and C
+    come from the prompt's queries without those of the sinks; R is the mean of the rotations of the
+    `future` positions after the prompt. A key k (rotated) and its value v then score
+
+        z = s R m.k + s^2 k'R C R'k / 2       the log of the mean of exp(s q.k), s = softmax scale
+        (softmax of z over all keys but the sinks, mean over the query group, + epsilon) |v|
+
+    Answers to no question in particular, so the question need not be known. Queries are taken back
+    from their rotation with the positions of their chunk; moments are sums in fp32, so that chunks
+    add up. They take q_heads * head_dim * (head_dim + 1) * 4 bytes per layer while a prompt runs.
+
+    Deviations: queries that were rounded to the model's dtype after their rotation are turned back,
+    where the authors keep those from before; the prompt is evicted once, when it ends, and tokens
+    generated later stay; sinks beyond half of the budget lose; logits are not capped. Not for rotations that depend on the
+    text's length, nor for latent layers, whose values would need each head's expansion.
+    """
+
+    name = "expected_attention"
+    config_class = ExpectedAttentionConfig
+    traits = Traits(
+        family="eviction",
+        sharing="chain",
+        takes="retained",
+        kinds=frozenset({LayerKind.FULL}),
+    )
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        for layer in self.layers if model.rotaries else ():
+            rotary = model.rotaries[layer]
+            if rotary.by_length or rotary.interleaved:
+                what = "depend on the text's length" if rotary.by_length else "pair neighbours"
+                raise UnsupportedError(
+                    f"method {self.name!r} cannot run on this model",
+                    [f"it undoes rotations of queries, and those of layer {layer} {what}"],
+                )
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        wide = torch.float64 if self.model.dtype is torch.float64 else torch.float32
+        shapes: dict[str, tuple[str | int, ...]] = {
+            "query_count": (1,),
+            "query_sum": ("q_heads", "head_dim"),
+        }
+        if self.config.covariance:
+            shapes["query_products"] = ("q_heads", "head_dim", "head_dim")
+        return tuple(
+            AuxSpec(name=name, per=Per.REQUEST, shape=shape, dtype=wide, lifetime="prefill")
+            for name, shape in shapes.items()
+        )
+
+    def _rotary(self, layer: int) -> Rotary | None:
+        return self.model.rotaries[layer] if self.model.rotaries else None
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        """Add this chunk's queries, but for the sinks', to the moments."""
+        lo, hi = at.span(chunk)
+        start = at.plan.chunks[chunk].start
+        skip = max(0, self.config.sink - start)
+        if lo + skip >= hi:
+            return
+        total = at.request_aux("query_sum", chunk)
+        q = at.q[lo + skip : hi].to(total.dtype)
+        rotary = self._rotary(at.layer)
+        if rotary is not None:
+            first = start + skip
+            cos, sin = _cos_sin(rotary, first, first + len(q), q)
+            q = _turn(q, cos[:, None] / rotary.factor, -sin[:, None] / rotary.factor)
+        at.request_aux("query_count", chunk).add_(len(q))
+        total.add_(q.sum(0))
+        if self.config.covariance:
+            heads = q.transpose(0, 1)  # [Hq, T, D]
+            at.request_aux("query_products", chunk).add_(heads.mT @ heads)
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Expected attention times value norm: fp32 [Hkv, L]; 0 for sinks and past a row's end."""
+        mean, cov = self._future(at, chunk)
+        keys = at.gather("keys", chunk)  # [Hkv, L, D]
+        lens = torch.tensor(at.lens(chunk), device=keys.device)
+        groups, scale = at.spec.kv_heads, at.spec.softmax_scale
+        mean = torch.unflatten(mean, 0, (groups, -1))  # [Hkv, g, D]
+        parts = []
+        for part in _blocks(keys):
+            some = part.to(mean.dtype)
+            z = scale * (mean @ some.mT)  # [Hkv, g, l]
+            if cov is not None:
+                spread = some[:, None] @ torch.unflatten(cov, 0, (groups, -1))  # [Hkv, g, l, D]
+                z += 0.5 * scale**2 * (spread * some[:, None]).sum(-1)
+            parts.append(z)
+        slot = torch.arange(keys.shape[1], device=keys.device)
+        counts = (slot >= self.config.sink) & (slot < lens[:, None])  # [G, L]
+        logits = torch.cat(parts, -1).masked_fill(~counts[:, None], float("-inf"))
+        found = logits.softmax(-1).mean(1) + self.config.epsilon
+        if self.config.value_norm:
+            values = at.gather("values", chunk)
+            norms = [torch.linalg.vector_norm(v.to(found.dtype), dim=-1) for v in _blocks(values)]
+            found = found * torch.cat(norms, -1)
+        return torch.where(counts, found, 0.0)
+
+    def _future(self, at: LayerStep, chunk: int) -> tuple[Tensor, Tensor | None]:
+        """Mean [Hq, D] and covariance [Hq, D, D] of queries after the prompt, as keys meet them."""
+        count = at.request_aux("query_count", chunk).clamp_min(1)
+        mean, cov = at.request_aux("query_sum", chunk) / count, None
+        if self.config.covariance:
+            products = at.request_aux("query_products", chunk) / count
+            cov = products - mean[:, :, None] * mean[:, None]
+        rotary = self._rotary(at.layer)
+        if rotary is None:
+            return mean, cov
+        begin = at.plan.chunks[chunk].stop
+        cos, sin = _cos_sin(rotary, begin, begin + self.config.future, mean)
+        cos, sin = cos.mean(0) * rotary.factor, sin.mean(0) * rotary.factor
+        if cov is not None:
+            cov = _turn(_turn(cov, cos, sin).mT, cos, sin).mT
+        return _turn(mean, cos, sin), cov
+
+
+def _blocks(rows: Tensor) -> Iterator[Tensor]:
+    """[H, L, D] in pieces along L."""
+    return iter(torch.split(rows, _BLOCK, dim=1))
+
+
+def _cos_sin(rotary: Rotary, begin: int, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions begin to end, [T, dim / 2]: angles in float32 as in the model."""
+    inv_freq = torch.tensor(rotary.inv_freq, dtype=torch.float32, device=like.device)
+    angles = torch.arange(begin, end, device=like.device).float()[:, None] * inv_freq
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the first channels of x [..., D]: channel i with channel i + dim / 2."""
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, x[..., 2 * half :]), dim=-1)
