@@ -349,7 +349,7 @@ SHRINKABLE = {
     "streaming_llm": ("streaming_llm", {}),
     "snapkv": SCORED["snapkv"][:2],
     "h2o": SCORED["h2o"][:2],
-    "rkv": SCORED["rkv"][:2],
+    "rkv": ("rkv", {"sink": 3}),
 }
 
 

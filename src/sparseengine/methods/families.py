@@ -119,7 +119,7 @@ class EvictionMethod(Method):
 
     traits = Traits(family="eviction", sharing="chain", takes="retained")
     ragged = Ragged.HEAD
-    default_ratio = 0.25
+    default_ratio: ClassVar[float | None] = 0.25
     keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
 
     def __init__(self, config: Any, model: ModelSpec) -> None:

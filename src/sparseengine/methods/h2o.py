@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Demand, Purpose, Request
+from sparseengine.core.method import LayerStep
+from sparseengine.core.plan import Purpose
 from sparseengine.core.specs import AuxSpec, Per
-from sparseengine.core.view import Keep
 from sparseengine.methods.budgets import split_protected
-from sparseengine.methods.families import EvictionMethod, _Pending
-from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.bursts import BurstConfig, BurstEviction
+from sparseengine.methods.knobs import knob
 
 _MASS, _SEEN = "attention_mass", "attention_seen"
 _TILE_LOGITS = 1 << 24  # of one KV head at a time: 64 MiB in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class H2OConfig(MethodConfig):
+class H2OConfig(BurstConfig):
     """Knobs of H2O."""
 
     recent_ratio: float = knob(
         0.5, "part of the budget that the newest tokens get", low=0.0, high=1.0
-    )
-    sink: int = knob(0, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
-    interval: int = knob(
-        64,
-        "decoded tokens between two evictions: a row grows to budget + interval and is cut back to "
-        "the budget; 1 evicts in every step, 0 never evicts while decoding",
-        low=0,
-        high=1 << 20,
     )
     block_tokens: int = knob(
         0,
@@ -60,7 +51,7 @@ class H2OConfig(MethodConfig):
     )
 
 
-class H2O(EvictionMethod):
+class H2O(BurstEviction):
     """Retains the tokens that gathered most attention so far, and the newest ones.
 
     arXiv:2306.14048. Every query, of the prompt and while decoding, adds the attention it pays (a
@@ -83,15 +74,7 @@ class H2O(EvictionMethod):
 
     name = "h2o"
     config_class = H2OConfig
-    traits = Traits(
-        family="eviction",
-        sharing="chain",
-        takes="retained",
-        query_aware=True,
-        decode_hooks=True,
-        graph_safe=False,
-        scores="mass",
-    )
+    traits = replace(BurstEviction.traits, scores="mass")
 
     def aux(self) -> tuple[AuxSpec, ...]:
         names = (_MASS, _SEEN) if self.config.average else (_MASS,)
@@ -103,21 +86,6 @@ class H2O(EvictionMethod):
     def protected(self, budget: int) -> tuple[int, int]:
         recent = math.ceil(self.config.recent_ratio * budget - 1e-9)
         return split_protected(budget, self.config.sink, recent)
-
-    def observe(self, at: LayerStep) -> None:
-        super().observe(at)  # chunks of prompts
-        if not self.acts_on(at.layer) or not self.config.interval:
-            return
-        for i, chunk in enumerate(at.plan.chunks):
-            if chunk.purpose is not Purpose.DECODE:
-                return
-            budget, lens = chunk.request.budget, at.lens(i)
-            if budget is None:
-                continue
-            self.watch(at, i)
-            if max(lens) >= budget + self.config.interval:
-                found = _Pending(self.score(at, i), lens, budget)
-                self._pending.setdefault(chunk.request.id, {})[at.layer] = found
 
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Add the mass of a chunk's queries to the row's sums; new slots start at zero."""
@@ -152,28 +120,3 @@ class H2O(EvictionMethod):
             return mass
         seen = at.gather(_SEEN, chunk)
         return torch.where(seen > 0, mass / seen, 0.0)
-
-    def shrink(
-        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
-    ) -> Sequence[Keep]:
-        """A further eviction by the same sums; not if decoded tokens were not watched."""
-        if not self.config.interval:
-            return ()
-        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
-        for at in rows:
-            if self.acts_on(at.layer) and max(at.lens(0)) > target_tokens:
-                found = _Pending(self.score(at, 0), at.lens(0), target_tokens)
-                key = (found.scores.shape, target_tokens)
-                batches.setdefault(key, []).append((request.id, at.layer, found))
-        return self._choose(batches)
-
-    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
-        """Rows of the prompt (or of a block on top of the budget), then budget + interval."""
-        total = prompt_len + max_tokens
-        if budget is None:
-            return Demand(total, total)
-        block, interval = self.prefill_block(), self.config.interval
-        worst = prompt_len if block is None else min(prompt_len, budget + block)
-        grown = min(interval, max_tokens) if interval else max_tokens
-        steady = self.mean_rows(min(total, budget + grown), total)
-        return Demand(max(self.mean_rows(worst, prompt_len), steady), steady)

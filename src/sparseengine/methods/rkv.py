@@ -1,0 +1,137 @@
+"""R-KV (arXiv:2505.24133): long reasoning repeats itself; drop what is unimportant or redundant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize, pad
+
+from sparseengine.core.method import LayerStep
+from sparseengine.core.specs import AuxSpec, Per
+from sparseengine.errors import RequestError
+from sparseengine.methods.budgets import split_protected
+from sparseengine.methods.bursts import INTERVAL_DOC, BurstConfig, BurstEviction
+from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.knorm import content_keys
+
+_TILE_ENTRIES = 1 << 24  # of the similarity matrix at a time: 64 MiB in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RKVConfig(BurstConfig):
+    """Knobs of R-KV."""
+
+    interval: int = knob(128, INTERVAL_DOC, low=0, high=1 << 20)
+    window: int = knob(8, "newest queries that tell importance; retained", low=1, high=1024)
+    kernel: int = knob(7, "width of the pooling over positions; odd, 1 is none", low=1, high=1023)
+    importance: float = knob(
+        0.07, "weight of importance; the rest is that of redundancy", low=0.0, high=1.0
+    )
+    threshold: float = knob(
+        0.5, "cosine above which two keys are near-duplicates", low=-1.0, high=1.0
+    )
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {"authors": {"importance": 0.07}, "paper": {"importance": 0.1}}
+    )
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.kernel % 2 == 0:
+            raise RequestError(f"sparse knob kernel={self.kernel} is not allowed; it must be odd")
+
+
+class RKV(BurstEviction):
+    """Retains tokens that are important and unlike the others, again and again while decoding.
+
+    arXiv:2505.24133, made for long reasoning. Rows longer than the budget are cut when the prompt
+    ends, and whenever they have grown by `interval`. Per KV head, the newest `window` tokens stay;
+    of the others those with the largest weight * importance - (1 - weight) * redundancy.
+
+    Importance: logits of the last `window` queries, their maximum over the query group, a softmax
+    in fp32 over the tokens before the window, the mean over the queries, max pooling over stored
+    neighbours. Redundancy: cosines between all keys of the row, zero with itself; each key forgives
+    the newest of its near-duplicates (or the row's first token when it has none: so do the
+    authors); then the mean over keys of their cosine to this one, and a softmax over the row.
+
+    The budget counts everything retained. Costs: L * L * head_dim per cut and KV head, in tiles of
+    bounded memory, so a budget near `interval` is cheap per step; the queries of the window are
+    stored once per request. Deviations: cuts follow the row's length rather than the number of
+    steps; of a latent's keys only the content channels are compared.
+    """
+
+    name = "rkv"
+    config_class = RKVConfig
+    default_budget = 1024
+    default_ratio = None
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        # The window is part of the name: instances with other windows may share the cache.
+        shape = (self.config.window, "q_heads", "head_dim")
+        return (AuxSpec(name=self._ring, per=Per.REQUEST, shape=shape, dtype=self.model.dtype),)
+
+    @property
+    def _ring(self) -> str:
+        return f"newest_queries_{self.config.window}"
+
+    def protected(self, budget: int) -> tuple[int, int]:
+        return split_protected(budget, self.config.sink, self.config.window)
+
+    def watch(self, at: LayerStep, chunk: int) -> None:
+        """Shift this chunk's queries into the ring, newest last."""
+        if at.plan.chunks[chunk].request.budget is None:
+            return
+        lo, hi = at.span(chunk)
+        ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]
+        new = at.q[max(lo, hi - self.config.window) : hi]
+        if len(new) < len(ring):
+            new = torch.cat((ring[len(new) :], new))
+        ring.copy_(new)
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Weighted importance minus redundancy: fp32 [Hkv, L], zero in the window."""
+        lens = at.lens(chunk)
+        assert len(set(lens)) == 1, f"heads of one layer hold {lens} tokens"
+        before = lens[0] - self.config.window
+        if before <= 0:  # the budget is within the window: the newest stay
+            return torch.zeros(at.spec.kv_heads, lens[0], device=at.k.device)
+        redundancy = self._redundancy(content_keys(at, chunk))[:, :before]
+        weight = self.config.importance
+        score = weight * self._importance(at, chunk, before) - (1 - weight) * redundancy
+        return pad(score, (0, self.config.window))
+
+    def _importance(self, at: LayerStep, chunk: int, before: int) -> Tensor:
+        """Pooled mean attention of the window's queries on the tokens before it: [Hkv, before]."""
+        seen = min(self.config.window, at.plan.chunks[chunk].stop)
+        keys = at.gather("keys", chunk)[:, :before]
+        keys = keys if keys.element_size() == 8 else keys.float()
+        mean = keys.new_zeros(keys.shape[:2])
+        for query in at.request_aux(self._ring, chunk)[-seen:].to(keys.dtype):  # one at a time
+            grouped = query.view(at.spec.kv_heads, -1, query.shape[-1])  # [Hkv, g, D]
+            logits = grouped @ keys.mT * at.spec.softmax_scale
+            if at.spec.softcap:
+                logits = at.spec.softcap * torch.tanh(logits / at.spec.softcap)
+            mean += logits.amax(1).softmax(-1) / seen
+        kernel = self.config.kernel
+        return max_pool1d(mean, kernel, stride=1, padding=kernel // 2)
+
+    def _redundancy(self, keys: Tensor) -> Tensor:
+        """Softmax over the row of each key's mean cosine, in tiles: [Hkv, L, D] -> [Hkv, L]."""
+        unit = normalize(keys, dim=-1)
+        heads, length, _ = unit.shape
+        total = unit.new_zeros(heads, length)
+        slot = torch.arange(length, device=unit.device)
+        size = max(1, _TILE_ENTRIES // (heads * length))
+        for first in range(0, length, size):
+            tile = slot[first : first + size]
+            cosine = unit[:, first : first + size] @ unit.mT  # [Hkv, R, L]
+            cosine.masked_fill_(slot == tile[:, None], 0.0)
+            # the newest near-duplicate of each key; 0 without any
+            newest = torch.where(cosine > self.config.threshold, slot, 0).amax(-1, keepdim=True)
+            total += cosine.scatter_(-1, newest, 0.0).sum(1)
+        return (total / length).softmax(-1)
