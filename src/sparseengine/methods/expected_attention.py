@@ -55,8 +55,9 @@ class ExpectedAttention(EvictionMethod):
 
     Deviations: queries that were rounded to the model's dtype after their rotation are turned back,
     where the authors keep those from before; the prompt is evicted once, when it ends, and tokens
-    generated later stay; sinks beyond half of the budget lose; logits are not capped. Not for rotations that depend on the
-    text's length, nor for latent layers, whose values would need each head's expansion.
+    generated later stay; sinks beyond half of the budget lose; soft caps of logits are left out.
+    Not for rotations that depend on the text's length, nor for latent layers, whose values would
+    need each head's expansion.
     """
 
     name = "expected_attention"
