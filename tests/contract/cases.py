@@ -45,6 +45,11 @@ CASES = {
     "h2o": Case("h2o", {"interval": 3}),
     "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
     "quest": Case("quest", {"dense_layers": 0}),
+    "infllm": Case("infllm", {"dense_layers": 0, "sink_pages": 1, "min_pages": 3}),
+    "infllm_representatives": Case(
+        "infllm",
+        {"dense_layers": 0, "digest": "representatives", "recent_pages": 1, "min_pages": 3},
+    ),
     "omnikv": Case("omnikv", {"sink": 2, "recent": 6}),
     "double_sparsity": Case("double_sparsity", {"dense_layers": 0, "sink": 2}),
 }

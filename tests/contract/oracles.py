@@ -258,6 +258,43 @@ def quest(
     return rows
 
 
+def digest_score(query: list[float], keys: Tensor, digest: str, few: int) -> float:
+    """How much a page's digest promises one query; keys [P, D] in float64."""
+    mean = keys.mean(0)
+    if digest == "representatives":
+        unit = keys / keys.norm(dim=1, keepdim=True)
+        likeness = (unit @ unit.mean(0)).tolist()
+        mean = keys[best([-x for x in likeness], few)].mean(0)
+    spread = (keys - mean).abs().mean(0).tolist() if digest == "cuboid" else [0.0] * len(query)
+    box = zip(query, mean.tolist(), spread, strict=True)
+    return sum(max(x * (m - s), x * (m + s)) for x, m, s in box)
+
+
+def infllm(
+    q: Tensor, k: Tensor, budget: int, page: int, digest: str, few: int, least: tuple[int, int, int]
+) -> Rows:
+    """Open page and sinks, then recent pages, newest first, then those of the best digests."""
+    length, group, (sinks, recent, pages) = len(k), q.shape[1] // k.shape[1], least
+    if length <= budget:
+        return [list(range(length)) for _ in _heads(k)]
+    last, rows = (length - 1) // page, []
+    for h in _heads(k):
+        queries = q[-1, h * group : (h + 1) * group].double().tolist()
+        rank: list[tuple[int, float]] = []
+        for p in range(last + 1):
+            keys = k[p * page : (p + 1) * page, h].double()
+            if p == last or p < min(sinks, pages - 1):
+                rank.append((2, 0.0))
+            elif p > last - recent:
+                rank.append((1, p))
+            else:
+                rank.append((0, max(digest_score(x, keys, digest, few) for x in queries)))
+        first = sorted(range(last + 1), key=lambda p: (-rank[p][0], -rank[p][1], p))
+        chosen = sorted(first[: max(pages, budget // page)])
+        rows.append([j for p in chosen for j in range(p * page, min(p * page + page, length))])
+    return rows
+
+
 def double_sparsity(
     q: Tensor, k: Tensor, budget: int, page: int, channels: list[int], sink: int
 ) -> Rows:

@@ -35,6 +35,7 @@ KNOBS: dict[str, dict[str, Any]] = {  # every layer of a tiny model is acted on;
     "knorm": {"skip_layers": ()},
     "pyramidkv": {"beta": 1},
     "quest": {"dense_layers": 0},
+    "infllm": {"dense_layers": 0, "min_pages": 3},
     "double_sparsity": {"dense_layers": 0},
     "streaming_llm": {"block_tokens": 0, "page_aligned": False},
     "duo_attention": {"retrieval": 0.0, "block_tokens": 0, "page_aligned": False},

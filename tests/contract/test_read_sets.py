@@ -203,6 +203,26 @@ def test_quest_reads_the_pages_with_the_highest_bound(
         assert all(len(row) <= max(budget, 3 * PAGE) for row in expected)
 
 
+@pytest.mark.parametrize("digest", ["cuboid", "representatives", "mean"])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}over{h[1]}")
+@pytest.mark.parametrize("chunking", CHUNKINGS)
+@pytest.mark.parametrize("budget", [1, 12, 30, 50])
+def test_infllm_recalls_the_pages_whose_digest_matches(
+    digest: str, heads: tuple[int, int], chunking: str, budget: int
+) -> None:
+    length, decodes = 45, 12
+    qkv = random_layer(length + decodes, *heads, seed=budget)
+    for sinks, recent, least, few in ((2, 2, 5, 4), (1, 1, 3, 2), (1, 4, 3, 99)):
+        knobs = {"sink_pages": sinks, "recent_pages": recent, "min_pages": least}
+        more = {"dense_layers": 0, "digest": digest, "representatives": few}
+        got = run("infllm", qkv, length, budget, CHUNKINGS[chunking], **knobs, **more)
+        for i in range(decodes):
+            n = length + i + 1
+            q, k = qkv[0][:n], qkv[1][:n]
+            expected = oracles.infllm(q, k, budget, PAGE, digest, few, (sinks, recent, least))
+            assert got.reads[i - decodes] == expected
+
+
 @pytest.mark.parametrize("heads", HEADS, ids=lambda h: f"{h[0]}over{h[1]}")
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("budget", [1, 2, 5, 17, 30, 50, 64])
@@ -334,6 +354,7 @@ def test_every_method_has_a_read_set_oracle() -> None:
         "streaming_llm",
         "duo_attention",
         "quest",
+        "infllm",
         "double_sparsity",
         "omnikv",
         *(m for m, _, _ in SCORED.values()),

@@ -30,6 +30,7 @@ METHODS = Registry(
         "tova": "sparseengine.methods.tova:TOVA",
         "adakv": "sparseengine.methods.adakv:AdaKV",
         "quest": "sparseengine.methods.quest:Quest",
+        "infllm": "sparseengine.methods.infllm:InfLLM",
         "omnikv": "sparseengine.methods.omnikv:OmniKV",
         "double_sparsity": "sparseengine.methods.double_sparsity:DoubleSparsity",
     },
