@@ -44,6 +44,8 @@ CASES = {
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
     "h2o": Case("h2o", {"interval": 3}),
     "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
+    "kvzip": Case("kvzip", {"chunk": 8, "lead": 2, "sink": 2, "recent": 4}),
+    "kvzip_uniform": Case("kvzip", {"chunk": 8, "lead": 2, "prefix": (3,), "form": "uniform"}),
     "quest": Case("quest", {"dense_layers": 0}),
     "infllm": Case("infllm", {"dense_layers": 0, "sink_pages": 1, "min_pages": 3}),
     "infllm_representatives": Case(

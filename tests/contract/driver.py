@@ -144,6 +144,13 @@ class Driver:
             chunk.request.computed = chunk.stop
             if chunk.samples:
                 chunk.request.tokens.append(int(row.argmax()))
+        self._replay([c.request for c in chunks if c.ends_prompt])
+
+    def _replay(self, requests: Sequence[Request]) -> None:
+        """What methods want to run again after a prompt, in shared steps."""
+        runs = [(r, list(self.methods[r.method].replay(r))) for r in requests]
+        while runs := [(r, left) for r, left in runs if left]:
+            self.step([replay_chunk(r, left.pop(0)) for r, left in runs])
 
     def finish(
         self,
@@ -171,6 +178,10 @@ class Driver:
         """Admit a dropped request again, from its first token."""
         request.computed = 0
         self.cache.admit(request, self.cache.match(request))
+
+
+def replay_chunk(request: Request, tokens: Sequence[int]) -> Chunk:
+    return Chunk(request, tuple(tokens), request.prompt_len, Purpose.REPLAY, False)
 
 
 def is_done(request: Request) -> bool:

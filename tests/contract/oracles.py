@@ -192,6 +192,28 @@ def tova_scores(q: Tensor, k: Tensor) -> list[list[float]]:
     return [mean for _ in _heads(k)]
 
 
+def kvzip_scores(
+    q: Tensor, k: Tensor, chunk: int, lead: int, sink: int, prefix: Sequence[int] = ()
+) -> list[list[float]]:
+    """Run the prompt again, chunk by chunk; the largest attention that anyone pays to a token."""
+    group, out = q.shape[1] // k.shape[1], []
+    for h in _heads(k):
+        score = [0.0] * len(k)
+        for first in range(0, len(k), chunk):
+            asked = list(range(first, min(first + chunk, len(k))))
+            run = [*prefix, *range(max(0, first - lead), first), *asked]
+            seen = [*range(min(sink, first)), *asked]
+            for i, t in enumerate(run):
+                keys = k[[*seen, *run[: i + 1]], h].double()
+                for g in range(h * group, h * group + group):
+                    paid = (keys @ q[t, g].double() / k.shape[2] ** 0.5).softmax(0).tolist()
+                    for j, p in zip(seen, paid, strict=False):
+                        if j in asked:
+                            score[j] = max(score[j], p)
+        out.append(score)
+    return out
+
+
 def adakv(
     scores: Sequence[Sequence[float]], budget: int, alpha: float, sink: int, recent: int
 ) -> Rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from contract.driver import PAGE, POSITIONS, Reads
+from contract.driver import PAGE, POSITIONS, Reads, replay_chunk
 from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
@@ -103,10 +103,19 @@ def drive(
         out.outs.append(ctx.attend(0, q[part], k[part], v[part]))
         rows = [cache.layer_step(0, q[part], k[part], v[part])]
         controller.end_step(plan)
+        reads = backend.log[-1][0]
+        if chunk.ends_prompt:
+            for run in method.replay(request):  # a token's q, k and v are the same wherever it is
+                again = StepPlan((replay_chunk(request, run),))
+                cache.reserve(again)
+                ctx = StepContext(again, cache, controller, (backend,), model)
+                ctx.attend(0, q[list(run)], k[list(run)], v[list(run)])
+                controller.end_step(again)
+                cache.check()
         if shrink_to is not None and i == len(steps) - 2:
             controller.retain(method.shrink(request, shrink_to, rows))
         cache.check()
-        out.reads.append(backend.log[-1][0])
+        out.reads.append(reads)
         out.kept.append(cache.lens(0, 0))
         out.pages.append(cache.usage(0).pages)
         at += size

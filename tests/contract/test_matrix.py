@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {
 }
 KNOBS: dict[str, dict[str, Any]] = {  # every layer of a tiny model is acted on; budgets are exact
     "knorm": {"skip_layers": ()},
+    "kvzip": {"form": "uniform"},
     "pyramidkv": {"beta": 1},
     "quest": {"dense_layers": 0},
     "infllm": {"dense_layers": 0, "min_pages": 3},

@@ -96,6 +96,16 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         {"burst": 0},
         lambda q, k, b: oracles.evict(oracles.tova_scores(q, k), b, 0, 1),
     ),
+    "kvzip": (
+        "kvzip",
+        {"chunk": 16, "lead": 3, "sink": 3, "recent": 5},
+        lambda q, k, b: oracles.adakv(oracles.kvzip_scores(q, k, 16, 3, 3), b, 0.0, 3, 5),
+    ),
+    "kvzip_uniform": (
+        "kvzip",
+        {"chunk": 7, "lead": 9, "sink": 3, "recent": 5, "prefix": (0,), "form": "uniform"},
+        lambda q, k, b: oracles.evict(oracles.kvzip_scores(q, k, 7, 9, 3, (0,)), b, 3, 5),
+    ),
     "adakv": (
         "adakv",
         {"window": 8, "kernel": 5, "sink": 3},

@@ -154,10 +154,14 @@ class Recorder:
                     entry.rows[layer] = [r[len(r) - n :] for r, n in zip(rows, held, strict=True)]
             usage = self._cache.usage(chunk.request.id)
             entry.out.resident_bytes = usage.bytes
+            is_replay = chunk.purpose is Purpose.REPLAY
+            if is_replay and entry.evicted:
+                entry.out.retained.pop()  # replays belong to the prompt, which ends now
             if chunk.ends_prompt or entry.evicted:
                 positions = {la: [r.tolist() for r in rows] for la, rows in entry.rows.items()}
-                event = "prefill" if chunk.ends_prompt else "evict"
-                noted = Retained(event, chunk.stop, positions, usage.bytes)
+                event = "prefill" if chunk.ends_prompt or is_replay else "evict"
+                stop = chunk.start if is_replay else chunk.stop
+                noted = Retained(event, stop, positions, usage.bytes)
                 entry.out.retained.append(noted)
             entry.evicted = False
 

@@ -29,6 +29,7 @@ METHODS = Registry(
         "h2o": "sparseengine.methods.h2o:H2O",
         "tova": "sparseengine.methods.tova:TOVA",
         "adakv": "sparseengine.methods.adakv:AdaKV",
+        "kvzip": "sparseengine.methods.kvzip:KVzip",
         "quest": "sparseengine.methods.quest:Quest",
         "infllm": "sparseengine.methods.infllm:InfLLM",
         "omnikv": "sparseengine.methods.omnikv:OmniKV",

@@ -1,0 +1,210 @@
+"""KVzip (arXiv:2505.23416): what a model looks at when it repeats the text is what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
+from sparseengine.core.specs import AuxSpec, ModelSpec, Per
+from sparseengine.core.view import Keep
+from sparseengine.errors import RequestError
+from sparseengine.methods.budgets import protect, top_mask
+from sparseengine.methods.families import EvictionConfig, EvictionMethod, _Pending
+from sparseengine.methods.knobs import knob
+
+_SCORE = "reconstruction_score"
+_TILE_LOGITS = 1 << 24  # of all query heads together: 64 MiB in fp32
+_LEAST_CHUNK = 64  # tokens repeated at once, however near the model's longest text is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVzipConfig(EvictionConfig):
+    """Knobs of KVzip."""
+
+    recent: int = knob(8, "newest tokens that are always retained", low=0, high=1 << 20)
+    chunk: int = knob(2000, "tokens of the prompt that are repeated at once", low=1, high=1 << 20)
+    lead: int = knob(
+        8, "tokens before those that are repeated along with them, unscored", low=0, high=4096
+    )
+    prefix: tuple[int, ...] = knob(
+        (), "token ids put before each repetition, e.g. those of a request to repeat", low=0
+    )
+    form: str = knob(
+        "pair",
+        "pair: one threshold over all layers and KV heads; uniform: every row keeps the budget",
+        choices=("pair", "uniform"),
+    )
+
+
+class KVzip(EvictionMethod):
+    """Retains what the model attends to when it repeats the prompt, whatever is asked later.
+
+    arXiv:2505.23416. When the prompt has been run, its tokens are run again in chunks of `chunk`,
+    each after its `lead` predecessors and an optional `prefix`, behind the whole stored prompt.
+    What these runs store is forgotten. In each layer a run's queries attend (softmax in fp32) to
+    the sinks, the chunk as it is stored and the run itself; the score of a stored token is the
+    largest attention that any query of its KV head paid to it. After the last run each prompt that
+    is longer than the budget is cut to the tokens of highest score: under one threshold over all
+    layers and KV heads (`pair`), so that the mean row has `budget` tokens, or row by row
+    (`uniform`). The budget counts sinks and newest tokens, which always stay. Decoded tokens stay.
+
+    Costs: the prompt is run twice, the second time with attention to all of it; memory for a run
+    (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head. The first
+    token is sampled before the cut, from everything.
+
+    Deviations: no words ask for the repetition by default, for a method has no tokenizer: `prefix`
+    takes the ids of such words. The whole prompt is the context, a question in it too, and its
+    newest 8 tokens stay (authors: a system prompt stays and questions come later). Ties go to the
+    smaller position, then layer, then head. With layers of several sizes of KV, each size has a
+    threshold of its own. Chunks are shorter where the model's longest text would be exceeded, down
+    to 64 tokens. The static head mask and the weighting by output projections are left out.
+    """
+
+    name = "kvzip"
+    config_class = KVzipConfig
+    traits = Traits(family="eviction", sharing="chain", takes="retained", tp="reduce")
+    default_ratio = 0.3
+
+    def __init__(self, config: Any, model: ModelSpec) -> None:
+        super().__init__(config, model)
+        self._ran: dict[int, int] = {}  # runs that are over, by request
+        wrong = [t for t in config.prefix if t >= model.vocab_size]
+        if wrong:
+            raise RequestError(
+                f"kvzip: prefix holds token ids {wrong}, the model knows {model.vocab_size} tokens"
+            )
+
+    def aux(self) -> tuple[AuxSpec, ...]:
+        return (AuxSpec(name=_SCORE, per=Per.SLOT, rewritten=True),)
+
+    def slack(self) -> int:
+        return self.page_size - 1 if self.config.form == "pair" else 0
+
+    # ── runs ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _chunk(self, prompt_len: int) -> int:
+        """Tokens that a run repeats."""
+        before = len(self.config.prefix) + self.config.lead
+        room = self.model.max_position - prompt_len - before
+        size: int = min(self.config.chunk, max(_LEAST_CHUNK, room), prompt_len)
+        return size
+
+    def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
+        """The prompt's chunks, each behind the prefix and the tokens before it."""
+        length, budget = request.prompt_len, request.budget
+        if budget is None or length <= budget or not self.layers:
+            return ()
+        size, lead, prefix = self._chunk(length), self.config.lead, self.config.prefix
+        prompt = request.tokens[:length]
+        return tuple(
+            (*prefix, *prompt[max(0, first - lead) : first + size])
+            for first in range(0, length, size)
+        )
+
+    def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
+        """Peak: the whole prompt and one run behind it."""
+        peak, steady = super().demand(prompt_len, max_tokens, budget)
+        if budget is None or prompt_len <= budget or not self.layers:
+            return Demand(peak, steady)
+        size = self._chunk(prompt_len)
+        lead = min(self.config.lead, prompt_len - size)
+        run = len(self.config.prefix) + lead + size
+        return Demand(max(peak, prompt_len + run), steady)
+
+    # ── scores ───────────────────────────────────────────────────────────────────────────────────
+
+    def observe(self, at: LayerStep) -> None:
+        if not self.acts_on(at.layer):
+            return
+        for i in range(len(at.plan.chunks) - 1, -1, -1):
+            chunk = at.plan.chunks[i]
+            if chunk.purpose is Purpose.DECODE:
+                return
+            budget = chunk.request.budget
+            if budget is None or chunk.request.prompt_len <= budget:
+                continue
+            if chunk.ends_prompt:  # zeros onto zeros: from the next step on no page is shared
+                at.scatter(_SCORE, i, at.gather(_SCORE, i))
+            elif chunk.purpose is Purpose.REPLAY:
+                self._look(at, i, budget)
+
+    def _look(self, at: LayerStep, i: int, budget: int) -> None:
+        """Raise the scores of the tokens that a run repeats; after the last run they are final."""
+        request = at.plan.chunks[i].request
+        length, size = request.prompt_len, self._chunk(request.prompt_len)
+        first = self._ran.get(request.id, 0) * size
+        stop = min(first + size, length)
+        scores = at.gather(_SCORE, i)[:, :length]
+        scores[:, first:stop] = torch.maximum(
+            scores[:, first:stop], self._attention(at, i, first, stop)
+        )
+        if stop < length:
+            at.scatter(_SCORE, i, scores)
+            return
+        lens = (length,) * len(at.lens(i))
+        self._pending.setdefault(request.id, {})[at.layer] = _Pending(scores, lens, budget)
+
+    def _attention(self, at: LayerStep, i: int, first: int, stop: int) -> Tensor:
+        """Largest attention of a run's queries on the stored tokens first..stop: fp32 [Hkv, C]."""
+        spec, length = at.spec, at.plan.chunks[i].request.prompt_len
+        lo, hi = at.span(i)
+        stored = at.gather("keys", i)  # [Hkv, L + R, D]
+        sinks = min(self.config.sink, first)
+        keys = torch.cat((stored[:, :sinks], stored[:, first:stop], stored[:, length:]), 1).float()
+        queries = at.q[lo:hi].reshape(hi - lo, spec.kv_heads, spec.group_size, -1)
+        queries = queries.permute(1, 2, 0, 3)  # [Hkv, g, R, D]
+        own = torch.arange(keys.shape[1], device=keys.device) - (sinks + stop - first)
+        best = keys.new_zeros(spec.kv_heads, stop - first)
+        tile = max(1, _TILE_LOGITS // (spec.q_heads * keys.shape[1]))
+        for at_query in range(0, hi - lo, tile):
+            some = queries[:, :, at_query : at_query + tile].float()
+            logits = some @ keys.mT[:, None] * spec.softmax_scale  # [Hkv, g, t, S + C + R]
+            if spec.softcap:
+                logits = spec.softcap * torch.tanh(logits / spec.softcap)
+            row = torch.arange(some.shape[2], device=keys.device)[:, None] + at_query
+            paid = logits.masked_fill(own > row, float("-inf")).softmax(-1)
+            paid = paid[..., sinks : sinks + stop - first].amax((1, 2))
+            best = torch.maximum(best, paid)
+        return best
+
+    # ── the cut ──────────────────────────────────────────────────────────────────────────────────
+
+    def evict(self, plan: StepPlan) -> Sequence[Keep]:
+        for chunk in plan.chunks:
+            if chunk.purpose is Purpose.REPLAY:
+                self._ran[chunk.request.id] = self._ran.get(chunk.request.id, 0) + 1
+                if chunk.request.id in self._pending:
+                    del self._ran[chunk.request.id]
+        if self.config.form == "uniform":
+            return super().evict(plan)
+        keeps: list[Keep] = []
+        for chunk in plan.chunks:
+            alike: dict[tuple[object, ...], list[tuple[int, _Pending]]] = {}
+            for layer, found in self._pending.pop(chunk.request.id, {}).items():
+                spec = self.model.layers[layer]
+                alike.setdefault((spec.kv_heads, *spec.stored_dims), []).append((layer, found))
+            for items in alike.values():
+                keeps.extend(self._pair(chunk.request.id, items))
+        return keeps
+
+    def _pair(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
+        """The best rows * budget slots of all layers, position by position for fair ties."""
+        scores = torch.stack([found.scores for _, found in items])  # [N, Hkv, L]
+        budget, length = items[0][1].budget, scores.shape[2]
+        lens = torch.full(scores.shape[:2], length, device=scores.device)
+        shielded = protect(scores, lens, *self.protected(budget))
+        rows = scores.shape[0] * scores.shape[1]
+        best = top_mask(shielded.flatten(0, 1).mT.flatten(), rows * budget)
+        masks = best.view(length, rows).mT.view(scores.shape)
+        pairs = zip(items, masks, strict=True)
+        return [Keep(request, layer, tuple(mask.unbind(0))) for (layer, _), mask in pairs]
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        self._ran.pop(request_id, None)
