@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.method import LayerStep
 from sparseengine.core.plan import Chunk
 from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import Selection
@@ -58,9 +58,7 @@ class OmniKV(TokenSelection):
 
     name = "omnikv"
     config_class = OmniKVConfig
-    traits = Traits(
-        family="selection", query_aware=True, tp="reduce", decode_hooks=True, takes="read"
-    )
+    traits = replace(TokenSelection.traits, tp="reduce")
     default_budget = 2048
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
