@@ -14,7 +14,7 @@ from typing import Any
 
 from sparseengine.config import PARAMS, EngineConfig, collect, default_of
 from sparseengine.core.params import SamplingParams, SparseParams
-from sparseengine.errors import RequestError
+from sparseengine.errors import ConfigError, RequestError
 
 _ENGINE = "engine_"
 _SAMPLING = "sampling_"
@@ -151,6 +151,21 @@ def sparse_params(config: EngineConfig, *, record: bool = False) -> SparseParams
     return SparseParams(
         sparse.method, budget=sparse.budget, ratio=sparse.ratio, record=record, **sparse.knobs
     )
+
+
+def hyper_params(text: str | None) -> dict[str, dict[str, Any]]:
+    """--hyper-params: knobs per method, by its proper name. Raises `ConfigError`."""
+    from sparseengine.methods import METHODS
+
+    if text is None:
+        return {}
+    try:
+        data = json.loads(text)
+        return {METHODS.canonical(name): dict(knobs) for name, knobs in data.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"--hyper-params {text!r} is not JSON of knobs per method") from None
 
 
 def positive(text: str) -> int:

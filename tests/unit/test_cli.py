@@ -14,8 +14,8 @@ import pytest
 
 from fixtures.engines import VOCAB, save_checkpoint
 from sparseengine.cli.demo import DemoCase, read_cases
-from sparseengine.cli.longtext import is_right, make_puzzle
 from sparseengine.cli.main import COMMANDS, SUMMARIES, main, parser_of
+from sparseengine.longtext import is_right, make_puzzle
 
 SMALL = ["--kv-cache-memory-bytes", "4MiB", "--max-num-seqs", "4", "--device", "cpu"]
 

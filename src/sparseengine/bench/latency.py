@@ -240,8 +240,8 @@ def percentiles(seconds: Sequence[float]) -> list[float]:
 
 
 def _measure(args: argparse.Namespace, name: str, traces: Any, longest: int) -> int:
-    from sparseengine.bench.report import machine, make_folder, write_artefacts
     from sparseengine.llm import LLM
+    from sparseengine.report import machine, make_folder, write_artefacts
 
     folder = None if args.output is None else make_folder(args.output)
     rows: list[dict[str, Any]] = []

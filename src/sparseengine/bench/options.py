@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparseengine.config import EngineConfig, default_of
-from sparseengine.console import add_engine_arguments, engine_config
+from sparseengine.console import add_engine_arguments, engine_config, hyper_params
 from sparseengine.errors import ConfigError
 from sparseengine.provenance import read_size
 
@@ -156,7 +155,7 @@ def engines_of(
 
     wanted = args.methods or args.engine_sparse_method or ""
     names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
-    knobs = _hyper_params(args.hyper_params)
+    knobs = hyper_params(args.hyper_params)
     dense = METHODS.canonical(default_of("sparse.method"))
     for name in dict.fromkeys([dense, *names]):
         given = {**extra, "sparse_method": name}
@@ -177,17 +176,3 @@ def _check_length(config: EngineConfig, longest: int) -> None:
             f"the longest request, --input-len + --output-len = {longest}, is above "
             f"--max-model-len {limit}"
         )
-
-
-def _hyper_params(text: str | None) -> dict[str, dict[str, Any]]:
-    from sparseengine.methods import METHODS
-
-    if text is None:
-        return {}
-    try:
-        data = json.loads(text)
-        return {METHODS.canonical(name): dict(knobs) for name, knobs in data.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"--hyper-params {text!r} is not JSON of knobs per method") from None

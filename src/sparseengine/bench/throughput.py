@@ -44,7 +44,7 @@ class Throughput:
 
     def run(self, args: argparse.Namespace) -> int:
         plan = plan_of(args)
-        from sparseengine.bench.report import machine, make_folder, write_artefacts
+        from sparseengine.report import machine, make_folder, write_artefacts
 
         folder = None if args.output is None else make_folder(args.output)
         rows: list[dict[str, Any]] = []
@@ -169,7 +169,7 @@ def samples(
 
 def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -> dict[str, Any]:
     """One row of results. Throughputs are aggregates over the batch."""
-    from sparseengine.bench.report import Spread
+    from sparseengine.report import Spread
 
     steps = [s for timing in timings for s in timing.steps_s]
     step = Spread.of(steps) if steps else None

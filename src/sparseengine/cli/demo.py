@@ -11,7 +11,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.cli.longtext import Puzzle, is_right, make_puzzle
 from sparseengine.config import EngineConfig
 from sparseengine.console import (
     add_engine_arguments,
@@ -23,6 +22,7 @@ from sparseengine.console import (
 )
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.errors import ConfigError
+from sparseengine.longtext import Puzzle, is_right, make_puzzle
 
 if TYPE_CHECKING:
     from sparseengine.llm import LLM

@@ -27,6 +27,8 @@ COMMANDS = Registry(
         "bench latency": "sparseengine.bench.latency:COMMAND",
         "bench replay": "sparseengine.bench.latency:REPLAY",
         "bench kernels": "sparseengine.bench.kernels_command:COMMAND",
+        "eval needle": "sparseengine.evals.needle:COMMAND",
+        "eval agree": "sparseengine.evals.agree:COMMAND",
     },
 )
 SUMMARIES = {
@@ -43,6 +45,8 @@ SUMMARIES = {
     "bench latency": "measure waiting times of requests that arrive at a rate",
     "bench replay": "measure waiting times of a trace of requests",
     "bench kernels": "measure every kernel on this GPU against what it must move",
+    "eval needle": "find a number in a long text, by method, budget, length and depth",
+    "eval agree": "measure how far a method's next-token distributions are from dense ones",
 }
 
 

@@ -1,4 +1,4 @@
-"""A long text with one fact in its middle, made from a seed: what the demo reads."""
+"""A long text that hides one fact, made from a seed: what the demo and `eval needle` read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _SHAPES: tuple[Callable[[random.Random], str], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Puzzle:
-    """A chat message that ends with a question, and the answer its text holds in the middle."""
+    """A chat message that ends with a question, and the answer that its text holds."""
 
     message: str
     answer: str
@@ -56,8 +56,13 @@ def is_right(text: str, puzzle: Puzzle) -> bool:
     return puzzle.answer in digits
 
 
-def make_puzzle(count: Callable[[str], int], num_tokens: int = 4000, seed: int = 0) -> Puzzle:
-    """Prose of about `num_tokens` tokens by `count`, a five-digit fact halfway, a question last."""
+def make_puzzle(
+    count: Callable[[str], int], num_tokens: int = 4000, seed: int = 0, depth: float = 0.5
+) -> Puzzle:
+    """Prose of about `num_tokens` tokens by `count`, a five-digit fact in it, a question last.
+
+    depth: where the fact stands, from 0 (first sentence) to 1 (last); the prose is the same.
+    """
     rng = random.Random(seed)
     answer = str(rng.randrange(10_000, 100_000))
     fact = f"The secret number of the lighthouse is {answer}. Remember it."
@@ -68,8 +73,7 @@ def make_puzzle(count: Callable[[str], int], num_tokens: int = 4000, seed: int =
         sentence = rng.choice(_SHAPES)(rng)
         have += count(" " + sentence)
         sentences.append(sentence)
-    middle = len(sentences) // 2
-    sentences.insert(middle, fact)
+    sentences.insert(int(len(sentences) * depth), fact)
     paragraphs = [" ".join(sentences[i : i + 8]) for i in range(0, len(sentences), 8)]
     text = "\n\n".join(paragraphs)
     return Puzzle(message=f"Read this text.\n\n{text}\n\n{question}", answer=answer)

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: the machine, raw samples, aggregates, a table, a JSON line."""
+"""What a measurement leaves behind: the machine, raw samples, aggregates, a table, a JSON line."""
 
 from __future__ import annotations
 

@@ -1,0 +1,206 @@
+"""What the evaluations share: flags, the cases they ask for, an engine for each method."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from sparseengine.config import EngineConfig, default_of
+from sparseengine.console import (
+    add_engine_arguments,
+    engine_config,
+    hyper_params,
+    note,
+    positive,
+    table,
+)
+from sparseengine.core.params import SparseParams
+from sparseengine.errors import ConfigError, SparseEngineError, UnsupportedError
+from sparseengine.provenance import read_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sparseengine.llm import LLM
+
+_SPARSE = ("sparse.method", "sparse.budget", "sparse.knobs", "sparse.enable_methods")
+_MIB = float(1 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One method with one budget: tokens, a fraction of the prompt, or None where none is taken."""
+
+    method: str
+    budget: int | float | None = None
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return self.method if self.budget is None else f"{self.method} {self.budget}"
+
+    def params(self, *, record: bool = False) -> SparseParams:
+        ratio = self.budget if isinstance(self.budget, float) else None
+        budget = self.budget if isinstance(self.budget, int) else None
+        return SparseParams(self.method, budget=budget, ratio=ratio, record=record, **self.knobs)
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--methods",
+        default="",
+        metavar="A,B",
+        help="methods, or all; dense and two controls are always measured beside them",
+    )
+    parser.add_argument(
+        "--budgets",
+        default="0.25",
+        metavar="B,B",
+        help="of every method: 512 is tokens, 0.25 a fraction of the prompt [default: 0.25]",
+    )
+    parser.add_argument(
+        "--num-texts", type=positive, default=3, metavar="N", help="different texts [default: 3]"
+    )
+    parser.add_argument(
+        "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+    )
+    add_engine_arguments(parser, skip=_SPARSE)
+
+
+def sizes(flag: str, text: str) -> tuple[int, ...]:
+    """Numbers of tokens, joined by commas."""
+    try:
+        values = tuple(dict.fromkeys(read_size(part) for part in text.split(",")))
+    except ValueError as error:
+        raise ConfigError(f"{flag} {text!r} is not allowed; it must be {error}") from None
+    if min(values) < 1:
+        raise ConfigError(f"{flag} {text!r} is not allowed; it must be 1 or more")
+    return values
+
+
+def budgets(text: str) -> tuple[int | float, ...]:
+    """Budgets, joined by commas: with a point a fraction in (0, 1], else tokens."""
+    found: list[int | float] = []
+    for part in text.split(","):
+        try:
+            value = float(part) if "." in part else int(part)
+        except ValueError:
+            value = 0
+        if not (0 < value <= 1 if isinstance(value, float) else value >= 1):
+            raise ConfigError(
+                f"--budgets {text!r}: {part.strip()!r} is neither a number of tokens (512) nor a "
+                "fraction of the prompt in (0, 1] with a point (0.25)"
+            )
+        found.append(value)
+    # 1 is a token and 1.0 is everything, though they are equal
+    return tuple({(type(value), value): value for value in found}.values())
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """Dense, the controls, then the methods asked for, each with every budget it can take."""
+    from sparseengine.methods import METHODS
+
+    sizes_ = budgets(args.budgets)
+    knobs = hyper_params(args.hyper_params)
+    controls = json.loads((files("sparseengine.evals") / "controls.json").read_text())
+    given = [name.strip() for name in args.methods.split(",") if name.strip()]
+    wanted = list(METHODS) if _is_all(args) else [METHODS.canonical(name) for name in given]
+    dense = METHODS.canonical(default_of("sparse.method"))
+    names = list(dict.fromkeys([dense, *controls, *wanted]))
+    unused = [name for name in knobs if name not in names]
+    if unused:
+        raise ConfigError(
+            f"--hyper-params has knobs for {unused[0]!r}, which is not among --methods"
+        )
+    cases = []
+    for name in names:
+        takes_none = METHODS.get(name).traits.takes == "none"
+        for size in (None,) if takes_none else sizes_:
+            cases.append(Case(method=name, budget=size, knobs=knobs.get(name, {})))
+    return cases
+
+
+def _is_all(args: argparse.Namespace) -> bool:
+    return bool(args.methods.strip() == "all")
+
+
+def engines(
+    args: argparse.Namespace, cases: Sequence[Case], skipped: dict[str, str]
+) -> Iterator[tuple[LLM, list[Case]]]:
+    """A fresh engine for each method, so that its bytes are its own, with the method's cases.
+
+    With --methods all, a method that cannot run on the model is put into `skipped` with the reason,
+    and so should be a case whose requests are refused (see `leave_out`).
+    """
+    from sparseengine.llm import LLM
+
+    by_method: dict[str, list[Case]] = {}
+    for case in cases:
+        by_method.setdefault(case.method, []).append(case)
+    configs = {name: _config(args, group[0]) for name, group in by_method.items()}
+    for name, group in by_method.items():
+        try:
+            llm = LLM.from_config(configs[name], quiet=True)
+        except UnsupportedError as error:
+            leave_out(args, group[0], error, skipped, name)
+            continue
+        with llm:
+            check_tokenizer(llm)
+            yield llm, group
+
+
+def leave_out(
+    args: argparse.Namespace,
+    case: Case,
+    error: SparseEngineError,
+    skipped: dict[str, str],
+    label: str,
+) -> None:
+    """Note why --methods all goes on without a method or case; raise the error otherwise."""
+    if not _is_all(args) or case.budget is None:
+        raise error
+    skipped[label] = str(error)
+    note(f"{label}: left out: {error}")
+
+
+def _config(args: argparse.Namespace, case: Case) -> EngineConfig:
+    extra: dict[str, Any] = {"sparse_config": dict(case.knobs)} if case.knobs else {}
+    return engine_config(args, sparse_method=case.method, **extra)
+
+
+def check_tokenizer(llm: LLM) -> None:
+    if llm.tokenizer is None:
+        raise ConfigError(
+            f"{llm.resolved.source.name!r} has no tokenizer, and an evaluation needs text"
+        )
+
+
+def mib(count: float | None) -> float | None:
+    return None if count is None else count / _MIB
+
+
+def finish(
+    name: str,
+    folder: Path | None,
+    facts: Mapping[str, Any],
+    raw: Sequence[Mapping[str, Any]],
+    rows: Sequence[Mapping[str, Any]],
+    shown: Sequence[Mapping[str, Any]],
+    footnote: str,
+) -> None:
+    """Artefacts if a folder was given, the table, and one JSON line at the end."""
+    from sparseengine.report import machine, write_artefacts
+
+    info = {**machine(), **facts}
+    if folder is not None:
+        write_artefacts(folder, info, raw, rows)
+    print(table(shown))
+    print(f"\n{footnote}")
+    print(json.dumps({"eval": name, **info, "rows": rows}), flush=True)
