@@ -231,6 +231,7 @@ def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:
     scores[torch.rand_like(scores) < 0.1] = -0.0
     scores[torch.rand_like(scores) < 0.1] = float("nan")
     scores[torch.rand_like(scores) < 0.05] = float("-inf")
+    scores[torch.rand_like(scores) < 0.05] = float("inf")
     scores = scores.mul(4).round().div(4)  # many ties
     for budget in (30, 4 * columns):
         budgets = torch.full((spans,), budget, device=device, dtype=torch.int32)

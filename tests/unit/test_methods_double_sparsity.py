@@ -32,7 +32,6 @@ def test_labels_are_a_side_tensor_of_pages_in_the_dtype_of_keys() -> None:
     (group,) = method.cache_plan()
     expected = AuxSpec(name="labels", per=Per.PAGE, shape=(PAGE, 16), dtype=torch.bfloat16)
     assert group.aux == (expected,)
-    assert method.traits.graph_safe
     assert method.traits.sharing == "radix"
 
 

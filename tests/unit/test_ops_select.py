@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sparseengine import ops
 from sparseengine.core.view import PackedTable
 
-SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.0, -3.0, math.nan, -math.inf])
+SCORES = st.sampled_from([0.0, -0.0, 1.0, 2.0, -3.0, math.nan, -math.inf, math.inf])
 
 
 @given(
@@ -27,7 +27,7 @@ def test_top_pages_are_those_a_sort_finds(
     length = min(length, page * columns)
     used = -(-length // page)
     count = used if length <= budget else min(used, max(budget // page, least))
-    rank = [-math.inf if math.isnan(s) else s for s in scores]
+    rank = [-math.inf if math.isnan(s) else min(s, 1e38) for s in scores]
     for c in range(used):
         if c < sinks or c == used - 1:
             rank[c] = math.inf

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from sparseengine.core.view import PackedTable
 
+_TOP = torch.finfo(torch.float32).max  # an infinite score is below what is forced
+
 
 def top_pages(
     scores: Tensor,
@@ -29,7 +31,8 @@ def top_pages(
     last = used[..., None] - 1  # [S, G, 1]
     column = torch.arange(scores.shape[2], device=scores.device)
     forced = (column == last) | (column < sinks)
-    ranked = torch.where(forced, float("inf"), torch.nan_to_num(scores, nan=float("-inf")))
+    finite = torch.where(scores.isnan(), float("-inf"), scores.clamp_max(_TOP))
+    ranked = torch.where(forced, float("inf"), finite)
     ranked = torch.where(column <= last, ranked, float("-inf"))
     budget = budgets[:, None]
     some = torch.minimum(used, (budget // page_size).clamp(min=least))

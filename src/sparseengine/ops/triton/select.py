@@ -40,6 +40,7 @@ def _top_pages_kernel(
     x = tl.load(scores + row * columns + w, mask=w < columns, other=float("-inf"))
     x = tl.where(x == x, x, float("-inf"))
     x = tl.where(x == 0.0, 0.0, x)  # both zeros are one number
+    x = tl.minimum(x, 3.4028234663852886e38)  # an infinite score is below what is forced
     x = tl.where((w < sinks) | (w == used - 1), float("inf"), x)
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered as the floats are
