@@ -1,8 +1,5 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
-`add_rms_norm`, `gated`, `norm_rotate`, `top_pages` and `take_pages` have Triton kernels that ran
-under the interpreter only: until a device has run their checks in tests/gpu, their twins serve.
-
 On a CPU `store` and `page_scores` are compiled loops where `ops.cpu` can run them.
 
 Shapes and meaning are documented at the twins in `ops/reference/`.
@@ -137,7 +134,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
 
 def _between(x: Tensor) -> ModuleType:
     """Who runs what stands between matrix products."""
-    return cpu if x.device.type == "cpu" else reference
+    return cpu if x.device.type == "cpu" else _impl(x)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -177,7 +174,7 @@ def top_pages(
     width: int,
 ) -> Tensor:
     """The columns of each row's highest scores [S, H, W], ascending: int32 [S, H, width]."""
-    out: Tensor = reference.top_pages(
+    out: Tensor = _impl(scores).top_pages(
         scores, lens, budgets, page_size, sinks=sinks, least=least, width=width
     )
     return out
@@ -187,5 +184,5 @@ def take_pages(
     table: PackedTable, index: Tensor, lens: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
     """Page ids of chosen columns [S, G, K] of packed tables, and how many tokens they hold."""
-    pages, counts = reference.take_pages(table, index, lens, page_size)
+    pages, counts = _impl(index).take_pages(table, index, lens, page_size)
     return pages, counts
