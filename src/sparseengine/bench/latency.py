@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparseengine.bench.batch import make_prompts, now, run_batch
 from sparseengine.bench.options import engines_of
-from sparseengine.bench.throughput import make_prompts, now, run_batch
 from sparseengine.config import EngineConfig
 from sparseengine.console import add_engine_arguments, note, positive, table
 from sparseengine.errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparseengine.config import EngineConfig, default_of
-from sparseengine.console import add_engine_arguments, engine_config, hyper_params
+from sparseengine.console import add_engine_arguments, engine_config, hyper_params, note
 from sparseengine.errors import ConfigError
 from sparseengine.provenance import read_size
 
@@ -44,6 +44,11 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
     parser.add_argument(
+        "--synthetic-kv",
+        action="store_true",
+        help="decode steps only: the cache is filled with random numbers instead of prefilled",
+    )
+    parser.add_argument(
         "--compare-transformers",
         action="store_true",
         help="also run transformers' generate on the same prompts and cores",
@@ -64,15 +69,17 @@ class Plan:
     output_len: int
     repeats: int
     compare_transformers: bool
+    synthetic: bool = False
 
     def fixed_batches(self) -> list[int]:
         return [b for b in self.batches if isinstance(b, int)]
 
-    def shapes(self, llm: LLM) -> Iterator[tuple[int, int]]:
-        """(input length, batch size) pairs; `max` is resolved by this engine's memory."""
+    def shapes(self, llm: LLM) -> Iterator[tuple[int, int, bool]]:
+        """(input length, batch size, was `max`); `max` is resolved by this engine's memory."""
         for length in self.lengths:
             for batch in self.batches:
-                yield length, batch if isinstance(batch, int) else self._most(llm, length)
+                fixed = isinstance(batch, int)
+                yield length, batch if fixed else self._most(llm, length), not fixed
 
     def _most(self, llm: LLM, length: int) -> int:
         from sparseengine.engine.admission import charge
@@ -81,8 +88,11 @@ class Plan:
         method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
         cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
         most, steady = charge(cache, instance, length, self.output_len, budget)
-        more = max(0, cache.total_pages() - most) // max(1, steady)
-        return min(llm.resolved.config.scheduler.max_num_seqs, 1 + more)
+        fits = 1 + max(0, cache.total_pages() - most) // max(1, steady)
+        limit = llm.resolved.config.scheduler.max_num_seqs
+        if fits > limit:
+            note(f"{method}: {fits} requests would fit, max_num_seqs={limit}; raise --max-num-seqs")
+        return min(limit, fits)
 
     def budget_text(self, config: EngineConfig) -> str | None:
         value = config.sparse.budget or config.sparse.ratio
@@ -95,6 +105,7 @@ class Plan:
             "batches": list(self.batches),
             "output_len": self.output_len,
             "repeats": self.repeats,
+            "synthetic_kv": self.synthetic,
         }
 
 
@@ -110,6 +121,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
             f"--output-len {args.output_len} leaves fewer than {MIN_STEPS} steps to take a median "
             f"of; use {MIN_STEPS + 2} or more"
         )
+    if args.synthetic_kv and args.compare_transformers:
+        raise ConfigError(
+            "--synthetic-kv has nothing that transformers could run; leave out one of the two"
+        )
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats} is not allowed; it must be 1 or more")
     return Plan(
@@ -119,6 +134,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         output_len=args.output_len,
         repeats=args.repeats,
         compare_transformers=args.compare_transformers,
+        synthetic=args.synthetic_kv,
     )
 
 

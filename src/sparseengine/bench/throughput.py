@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sparseengine.bench.batch import Timing, make_prompts, run_batch
 from sparseengine.bench.options import Plan, add_bench_arguments, plan_of
+from sparseengine.bench.synthetic import TAIL_TOKENS, Probe, probe, randomise
 from sparseengine.config import EngineConfig
 from sparseengine.console import note, table
 
@@ -23,19 +22,17 @@ if TYPE_CHECKING:
     from sparseengine.llm import LLM
 
 
-FOOTNOTE = (
+DECODE_NOTE = (
     "decode: median of the steps in which the whole batch decodes, 10th to 90th percentile in "
-    "brackets; prefill: to the last first token, median of the runs; one warm-up per engine dropped"
+    "brackets; steps that capture a graph are left out"
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """Seconds of one batch: until the last first token, and of each full decode step."""
-
-    prefill_s: float
-    steps_s: list[float] = field(default_factory=list)
-    resident_bytes: int = 0
+PREFILL_NOTE = (
+    "prefill: to the last first token, median of the runs; one warm-up per engine dropped"
+)
+SYNTHETIC_NOTE = (
+    "synthetic KV: the cache holds random numbers, row lengths are those of one request whose last "
+    f"{TAIL_TOKENS} prompt tokens were computed; no prefill was measured"
+)
 
 
 class Throughput:
@@ -58,7 +55,8 @@ class Throughput:
         if folder is not None:
             write_artefacts(folder, info, raw, rows)
         print(table([shown(row) for row in rows]))
-        print(f"\n{FOOTNOTE}; runs of each batch: {plan.repeats}")
+        notes = SYNTHETIC_NOTE if plan.synthetic else PREFILL_NOTE
+        print(f"\n{DECODE_NOTE}; {notes}; runs of each batch: {plan.repeats}")
         print(json.dumps({"bench": "throughput", **info, "rows": rows}), flush=True)
         return 0
 
@@ -72,66 +70,48 @@ def measure_engine(
     rows = []
     with LLM.from_config(config, quiet=True) as llm:
         vocab = llm.resolved.spec.vocab_size
-        note(f"{label}: warm-up")
-        run_batch(llm, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
-        for input_len, batch in plan.shapes(llm):
+        if plan.synthetic:
+            randomise(llm.engine)
+        else:
+            note(f"{label}: warm-up")
+            run_batch(llm, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
+        for input_len, batch, is_most in plan.shapes(llm):
             note(f"{label}: {input_len} x {batch}")
+            like = _probe_of(llm, label, input_len, plan.synthetic)
             timings = []
             for repeat in range(plan.repeats):
-                prompts = make_prompts(vocab, input_len, batch, seed=repeat)
-                timing = run_batch(llm, prompts, plan.output_len)
-                timings.append(timing)
-                raw += samples(label, input_len, batch, repeat, timing)
+                prompts = prompts_of(plan, vocab, input_len, batch, repeat)
+                timings.append(
+                    run_batch(llm, prompts, plan.output_len, like if plan.synthetic else None)
+                )
+                raw += samples(label, input_len, batch, repeat, timings[-1])
             row = summary(label, input_len, batch, timings)
             row["budget"] = plan.budget_text(config)
             row["route"] = ",".join(dict.fromkeys(r.selected for r in llm.resolved.routes))
+            each = row["kv_bytes_per_request"] if like is None else like.read_bytes
+            row["kv_bytes_read_per_step"] = batch * each if each else None
+            row["synthetic_kv"], row["max_batch"] = plan.synthetic, is_most
             rows.append(row)
     return rows
 
 
-def make_prompts(vocab: int, length: int, batch: int, seed: int) -> list[list[int]]:
-    """Random token ids, seeded, the same for every method; the lowest (specials) are left out."""
-    rng = random.Random(f"{seed}/{length}/{batch}")
-    low = min(1000, vocab // 4)
-    return [[rng.randrange(low, vocab) for _ in range(length)] for _ in range(batch)]
+def prompts_of(
+    plan: Plan, vocab: int, input_len: int, batch: int, repeat: int
+) -> Sequence[Sequence[int]]:
+    """Every request its own prompt; where prompts are not computed, one serves all."""
+    if plan.synthetic:
+        return make_prompts(vocab, input_len, 1, seed=repeat) * batch
+    return make_prompts(vocab, input_len, batch, seed=repeat)
 
 
-def run_batch(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> Timing:
-    """Run one batch to its end, step by step."""
-    from sparseengine.core.params import SamplingParams
+def _probe_of(llm: LLM, label: str, input_len: int, synthetic: bool) -> Probe | None:
+    """One recorded request, where more is read or written than its rows tell."""
+    from sparseengine.methods import METHODS
 
-    engine = llm.engine
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
-    )
-    ids = [engine.add_request(p, sampling, stream=True) for p in prompts]
-    tokens = dict.fromkeys(ids, 0)
-    timing = Timing(prefill_s=0.0)
-    start = before = now()
-    while engine.has_work:
-        all_decode = all(0 < n < output_len for n in tokens.values())
-        outputs = engine.step()
-        after = now()
-        for output in outputs:
-            tokens[output.request_id] = len(output.outputs[0].token_ids)
-        if all_decode:
-            timing.steps_s.append(after - before)
-        elif not timing.prefill_s and all(tokens.values()):
-            timing.prefill_s = after - start
-        if all(0 < n < output_len for n in tokens.values()):
-            usage = [engine.scheduler.cache.usage(int(i)).bytes for i in ids]
-            timing.resident_bytes = sum(usage) // len(usage)
-        before = now()
-    return timing
-
-
-def now() -> float:
-    """Wall clock, after the device is done."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    if not synthetic and METHODS.get(label).traits.takes != "read":
+        return None
+    (prompt,) = make_prompts(llm.resolved.spec.vocab_size, input_len, 1, seed=98)
+    return probe(llm, prompt, compute=not synthetic)
 
 
 def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,6 +144,8 @@ def samples(
     """Raw samples, one line each."""
     base = {"method": label, "input_len": input_len, "batch": batch, "repeat": repeat}
     steps = [{**base, "what": "decode_step_s", "value": s} for s in timing.steps_s]
+    if timing.prefill_s is None:
+        return steps
     return [{**base, "what": "prefill_s", "value": timing.prefill_s}, *steps]
 
 
@@ -173,34 +155,48 @@ def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -
 
     steps = [s for timing in timings for s in timing.steps_s]
     step = Spread.of(steps) if steps else None
-    prefill = Spread.of([timing.prefill_s for timing in timings])
+    prefills = [timing.prefill_s for timing in timings if timing.prefill_s is not None]
+    prefill = Spread.of(prefills) if prefills else None
     return {
         "method": label,
         "budget": None,
         "input_len": input_len,
         "batch": batch,
-        "prefill_tok_s": input_len * batch / prefill.median,
-        "prefill_s": list(prefill),
+        "prefill_tok_s": input_len * batch / prefill.median if prefill else None,
+        "prefill_s": list(prefill) if prefill else None,
         "decode_tok_s": batch / step.median if step else None,
         "step_ms": [s * 1e3 for s in step] if step else None,
         "full_steps": len(steps),
         "kv_bytes_per_request": timings[-1].resident_bytes or None,
+        "kv_bytes_read_per_step": None,
         "route": None,
+        "synthetic_kv": False,
+        "max_batch": False,
     }
 
 
 def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Ratios to our dense run and to transformers at the same shape."""
+    """Ratios to our dense run and to transformers, at the same prompt length and batch.
+
+    Where dense did not run at that batch, it is compared at its own `max`: at equal memory.
+    """
+    dense = rows[0]["method"]
     for row in rows:
-        same = [r for r in rows if (r["input_len"], r["batch"]) == (row["input_len"], row["batch"])]
-        ours = same[0]
-        theirs = next((r for r in same if r["method"] == "transformers"), None)
-        for name, other in (("dense", ours), ("transformers", theirs)):
+        for name, method in (("dense", dense), ("transformers", "transformers")):
+            other = _peer(row, [r for r in rows if r["method"] == method])
             if other is None:
                 continue
+            row[f"batch_of_{name}"] = other["batch"]
             for what in ("decode", "prefill"):
                 mine, base = row[f"{what}_tok_s"], other[f"{what}_tok_s"]
                 row[f"{what}_vs_{name}"] = mine / base if mine and base else None
+
+
+def _peer(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    alike = [r for r in others if r["input_len"] == row["input_len"]]
+    same = [r for r in alike if r["batch"] == row["batch"]]
+    most = [r for r in alike if r["max_batch"] and row["max_batch"]]
+    return (same or most or [None])[0]
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -215,12 +211,21 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "decode tok/s": row["decode_tok_s"],
         "steps": row["full_steps"],
         "KV MiB/request": (row["kv_bytes_per_request"] or 0) / 2**20 or None,
-        "decode vs dense": row["decode_vs_dense"],
+        "KV MiB read/step": (row["kv_bytes_read_per_step"] or 0) / 2**20 or None,
+        "decode vs dense": _ratio(row, "dense"),
     }
     if "decode_vs_transformers" in row:
-        cells["vs transformers: decode"] = row["decode_vs_transformers"]
+        cells["vs transformers: decode"] = _ratio(row, "transformers")
         cells["prefill"] = row["prefill_vs_transformers"]
     return cells
+
+
+def _ratio(row: dict[str, Any], name: str) -> str | None:
+    """A ratio of decode rates, with the other's batch where it is another one."""
+    ratio, batch = row.get(f"decode_vs_{name}"), row.get(f"batch_of_{name}")
+    if ratio is None:
+        return None
+    return f"{ratio:.2f}" if batch == row["batch"] else f"{ratio:.2f} (batch {batch})"
 
 
 COMMAND = Throughput()
