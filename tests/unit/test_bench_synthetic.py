@@ -58,12 +58,12 @@ def test_rows_and_bytes_are_those_of_computed_requests(method, family, folders) 
         cache, layers = llm.engine.scheduler.cache, llm.resolved.spec.kv_layers
         tokens = sum(map(sum, computed.row_lens.values()))
         rows = sum(map(len, computed.row_lens.values()))
-        page = computed.resident_bytes * 16 // (16 * -(-tokens // 16))
+        token = sum(llm.resolved.spec.layers[0].stored_dims) * 4
         for request in filled(llm, 2):
             lens = {la: cache.lens(request, la) for la in layers}
             assert abs(sum(map(sum, lens.values())) - tokens) <= 16 * (method == "kvzip")
             assert cache.usage(request).bytes == pytest.approx(
-                computed.resident_bytes, abs=rows * page
+                computed.resident_bytes, abs=rows * 16 * token
             )
         cache.check()
         while llm.engine.has_work:

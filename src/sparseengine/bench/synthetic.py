@@ -26,12 +26,13 @@ from sparseengine.errors import ConfigError
 if TYPE_CHECKING:
     from sparseengine.core.plan import Chunk
     from sparseengine.core.view import Keep
+    from sparseengine.engine.admission import Ticket
     from sparseengine.engine.engine import Engine
     from sparseengine.engine.outputs import Sample
     from sparseengine.llm import LLM
 
 TAIL_TOKENS = 64  # of the prompt, computed: what methods watch last
-_FILL_PAGES = 1 << 16  # filled with random numbers at a time
+_FILL_NUMBERS = 1 << 28  # random numbers that one launch writes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def randomise(engine: Engine) -> None:
     assert isinstance(cache, PagedCache)
     for pool in cache.pools:
         for payload in pool.payload:
-            for part in payload.split(_FILL_PAGES):
+            for part in payload.split(max(1, _FILL_NUMBERS // payload[0].numel())):
                 part.normal_()
     for group in cache.groups:
         for aux in group.slot_aux.values():
@@ -76,7 +77,8 @@ def probe(llm: LLM, prompt: Sequence[int], *, compute: bool = False) -> Probe:
     submission = engine.prepare(prompt, sampling, sparse)
     engine.submit(submission)
     request = submission.requests[0]
-    if not compute and len(prompt) > TAIL_TOKENS and _admit(engine, request.id):
+    room = engine.scheduler.cache.free_pages()
+    if not compute and len(prompt) > TAIL_TOKENS and _admit(engine, request.id, room):
         history = tuple(prompt[:-TAIL_TOKENS])
         _store(engine, Chunk(request, history, 0, Purpose.PREFILL, False))
     found = None
@@ -97,28 +99,31 @@ def probe(llm: LLM, prompt: Sequence[int], *, compute: bool = False) -> Probe:
 
 def fill(engine: Engine, request_ids: Sequence[str], like: Probe) -> None:
     """Turn queued requests into ones that decode. Raises `ConfigError` when they do not all fit."""
+    scheduler = engine.scheduler
+    available = scheduler.admission.available_pages(scheduler.running.values())
     for number, name in enumerate(request_ids):
-        _fill_one(engine, int(name), like, number, len(request_ids))
+        if not _admit(engine, int(name), available):
+            raise ConfigError(
+                f"{number} of {len(request_ids)} requests fit into the KV memory; lower "
+                "--batch-size, or use `max`"
+            )
+        ticket = scheduler.running[int(name)]
+        _fill_one(engine, ticket, like)
+        available -= ticket.charge_pages
 
 
-def _fill_one(engine: Engine, request_id: int, like: Probe, number: int, batch: int) -> None:
+def _fill_one(engine: Engine, ticket: Ticket, like: Probe) -> None:
     from sparseengine.core.plan import Chunk, Purpose
     from sparseengine.engine.outputs import Sample
 
-    scheduler = engine.scheduler
-    if not _admit(engine, request_id):
-        raise ConfigError(
-            f"{number} of {batch} requests fit into the KV memory; lower --batch-size, or use `max`"
-        )
-    ticket = scheduler.running[request_id]
     request = ticket.request
     start = _first_stored(engine, request.prompt_len, like)
-    longest = request.prompt_len - start
     chunk = Chunk(request, tuple(request.tokens[start:]), start, Purpose.PREFILL, True)
-    _store(engine, chunk, _cuts(engine, request_id, like, longest), Sample(token=request.tokens[0]))
+    cuts = _cuts(engine, request.id, like, request.prompt_len - start)
+    _store(engine, chunk, cuts, Sample(token=request.tokens[0]))
     if not ticket.is_steady:  # it has nothing to run again: its rows are final
         ticket.replays.clear()
-        scheduler.admission.settle(ticket)
+        engine.scheduler.admission.settle(ticket)
 
 
 def _first_stored(engine: Engine, prompt_len: int, like: Probe) -> int:
@@ -135,12 +140,12 @@ def _first_stored(engine: Engine, prompt_len: int, like: Probe) -> int:
     return first - first % math.lcm(*steps)
 
 
-def _admit(engine: Engine, request_id: int) -> bool:
+def _admit(engine: Engine, request_id: int, available: int) -> bool:
     """Move a queued request to the running ones, as the scheduler does; False when it is full."""
     scheduler = engine.scheduler
     request = next(r for r in scheduler.waiting if r.id == request_id)
     room = scheduler.config.max_num_seqs - len(scheduler.running)
-    available = scheduler.admission.available_pages(scheduler.running.values())
+    available = min(available, scheduler.cache.free_pages())
     ticket = scheduler.admission.admit(request, (), room, available)
     if ticket is None:
         return False
