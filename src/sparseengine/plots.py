@@ -141,12 +141,19 @@ def _marker(kind: str, x: float, y: float, colour: str, label: str) -> str:
     return f'<rect {at} fill="{colour}"{turn}>{tip}</rect>'
 
 
-def write_plot(path: str | Path, svg: str) -> None:
-    """Write an SVG file. Raises `ConfigError` for another ending or a folder that is not there."""
+def check_plot(path: str | Path) -> Path:
+    """The file that a plot may be written to. Raises `ConfigError` when it may not."""
     file = Path(path)
     if file.suffix != ".svg":
-        raise ConfigError(f"--plot {path}: only .svg is written; convert it with any browser")
+        raise ConfigError(f"--plot {path}: only .svg is written; browsers show and convert it")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {path}: the folder {file.parent} does not exist")
+    return file
+
+
+def write_plot(path: str | Path, svg: str) -> None:
+    """Write an SVG file. Raises `ConfigError` where it cannot."""
     try:
-        file.write_text(svg, encoding="utf-8")
+        check_plot(path).write_text(svg, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--plot {path}: {error.strerror}") from None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparseengine.bench.results import add_result_arguments
 from sparseengine.config import EngineConfig, default_of
 from sparseengine.console import add_engine_arguments, engine_config, hyper_params, note
 from sparseengine.errors import ConfigError
@@ -53,15 +54,18 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also run transformers' generate on the same prompts and cores",
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+    add_result_arguments(
+        parser, plot="step times against batch, or against prompt length where that varies alone"
     )
     add_engine_arguments(parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run measures: engines by label (dense first), prompt lengths, batch sizes."""
+    """What a run measures: engines by label (dense first), prompt lengths, batch sizes.
+
+    pairs: (length, batch) instead of all combinations; those that do not fit are left out.
+    """
 
     engines: tuple[tuple[str, EngineConfig], ...]
     lengths: tuple[int, ...]
@@ -70,33 +74,42 @@ class Plan:
     repeats: int
     compare_transformers: bool
     synthetic: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def fixed_batches(self) -> list[int]:
         return [b for b in self.batches if isinstance(b, int)]
 
     def shapes(self, llm: LLM) -> Iterator[tuple[int, int, bool]]:
         """(input length, batch size, was `max`); `max` is resolved by this engine's memory."""
+        for length, batch in self.pairs:
+            limit = llm.resolved.max_model_len
+            if length + self.output_len > limit:
+                note(f"{length} x {batch}: left out, for max_model_len={limit}")
+            elif batch > self._most(llm, length):
+                note(f"{length} x {batch}: left out, for it does not fit into the KV memory")
+            else:
+                yield length, batch, False
+        if self.pairs:
+            return
         for length in self.lengths:
             for batch in self.batches:
                 fixed = isinstance(batch, int)
-                yield length, batch if fixed else self._most(llm, length), not fixed
+                yield length, batch if fixed else max(1, self._most(llm, length)), not fixed
 
     def _most(self, llm: LLM, length: int) -> int:
+        """The largest batch of requests of this length; 0 when not even one fits."""
         from sparseengine.engine.admission import charge
 
         engine = llm.engine
         method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
         cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
         most, steady = charge(cache, instance, length, self.output_len, budget)
-        fits = 1 + max(0, cache.total_pages() - most) // max(1, steady)
+        room = cache.total_pages() - most
+        fits = 0 if room < 0 else 1 + room // max(1, steady)
         limit = llm.resolved.config.scheduler.max_num_seqs
-        if fits > limit:
+        if fits > limit and "max" in self.batches:
             note(f"{method}: {fits} requests would fit, max_num_seqs={limit}; raise --max-num-seqs")
         return min(limit, fits)
-
-    def budget_text(self, config: EngineConfig) -> str | None:
-        value = config.sparse.budget or config.sparse.ratio
-        return None if value is None else str(value)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -109,11 +122,17 @@ class Plan:
         }
 
 
+def budget_text(config: EngineConfig) -> str | None:
+    """The budget or ratio that was asked for."""
+    value = config.sparse.budget or config.sparse.ratio
+    return None if value is None else str(value)
+
+
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan behind the flags. Raises `ConfigError` for impossible ones."""
-    lengths = _numbers("--input-len", args.lengths)
+    lengths = numbers("--input-len", args.lengths)
     batches = tuple(
-        "max" if part.strip() == "max" else _numbers("--batch-size", part)[0]
+        "max" if part.strip() == "max" else numbers("--batch-size", part)[0]
         for part in args.batches.split(",")
     )
     if args.output_len < MIN_STEPS + 2:
@@ -138,7 +157,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
+def numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         values = tuple(read_size(part) for part in text.split(","))
     except ValueError as error:
@@ -165,9 +184,11 @@ def engines_of(
 ) -> Iterator[tuple[str, EngineConfig]]:
     """Dense, then every method that was asked for, each an engine of its own.
 
-    longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`.
+    longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`, as does
+    what a method cannot run on.
     """
     from sparseengine.methods import METHODS
+    from sparseengine.resolve import resolve
 
     wanted = args.methods or args.engine_sparse_method or ""
     names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
@@ -182,6 +203,7 @@ def engines_of(
             local.engine_kv_budget = local.engine_sparse_config = None
         config = engine_config(local, **given)
         _check_length(config, longest)
+        resolve(config)  # before any engine is measured
         yield name, config
 
 

@@ -8,20 +8,22 @@ One short warm-up per engine is run and thrown away.
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparseengine.bench.batch import Timing, make_prompts, run_batch
-from sparseengine.bench.options import Plan, add_bench_arguments, plan_of
+from sparseengine.bench.options import Plan, add_bench_arguments, budget_text, plan_of
+from sparseengine.bench.results import Outcome, Results
 from sparseengine.bench.synthetic import TAIL_TOKENS, Probe, probe, randomise
 from sparseengine.config import EngineConfig
-from sparseengine.console import note, table
+from sparseengine.console import note
 
 if TYPE_CHECKING:
     from sparseengine.llm import LLM
 
 
+LABELS = {"batch": "batch, requests", "input_len": "prompt, tokens"}
 DECODE_NOTE = (
     "decode: median of the steps in which the whole batch decodes, 10th to 90th percentile in "
     "brackets; steps that capture a graph are left out"
@@ -40,36 +42,76 @@ class Throughput:
         add_bench_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        plan = plan_of(args)
-        from sparseengine.report import machine, make_folder, write_artefacts
-
-        folder = None if args.output is None else make_folder(args.output)
-        rows: list[dict[str, Any]] = []
-        raw: list[dict[str, Any]] = []
-        for label, config in plan.engines:
-            rows += measure_engine(label, config, plan, raw)
-        if plan.compare_transformers:
-            rows += measure_transformers(plan, raw)
-        add_ratios(rows)
-        info = {**machine(), "settings": plan.settings()}
-        if folder is not None:
-            write_artefacts(folder, info, raw, rows)
-        print(table([shown(row) for row in rows]))
-        notes = SYNTHETIC_NOTE if plan.synthetic else PREFILL_NOTE
-        print(f"\n{DECODE_NOTE}; {notes}; runs of each batch: {plan.repeats}")
-        print(json.dumps({"bench": "throughput", **info, "rows": rows}), flush=True)
+        plan, results = plan_of(args), Results(args)
+        measured = measure(plan)
+        rows = measured.rows
+        outcome = Outcome(
+            bench="throughput",
+            rows=rows,
+            raw=measured.raw,
+            info={"settings": plan.settings()},
+            details={"engines": measured.engines},
+            plots={"": steps_plot(rows)},
+        )
+        results.publish(outcome, [shown(row) for row in rows], notes_of(plan))
         return 0
 
 
-def measure_engine(
-    label: str, config: EngineConfig, plan: Plan, raw: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def measure(plan: Plan) -> Measured:
+    """Every engine of the plan at every shape, and the ratios between them."""
+    measured = Measured()
+    for label, config in plan.engines:
+        measure_engine(label, config, plan, measured)
+    if plan.compare_transformers:
+        measure_transformers(plan, measured)
+    add_ratios(measured.rows, dense=plan.engines[0][0])
+    return measured
+
+
+def notes_of(plan: Plan) -> str:
+    """What the figures are, for below the table."""
+    how = SYNTHETIC_NOTE if plan.synthetic else PREFILL_NOTE
+    return f"{DECODE_NOTE}; {how}; runs of each batch: {plan.repeats}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What several engines have measured so far. engines: the resolved config of each."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    raw: list[dict[str, Any]] = field(default_factory=list)
+    engines: dict[str, Any] = field(default_factory=dict)
+
+
+def steps_plot(rows: Sequence[Mapping[str, Any]], x: str | None = None) -> str:
+    """Median step times against `x`, "batch" or "input_len" (default: what varies).
+
+    A line per method, and per value of the other one when that varies, too.
+    """
+    from sparseengine.plots import Axis, line_plot
+
+    if x is None:
+        x = "batch" if len({row["batch"] for row in rows}) > 1 else "input_len"
+    other = "input_len" if x == "batch" else "batch"
+    several = len({row[other] for row in rows}) > 1
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["step_ms"]:
+            name = " ".join(str(p) for p in (row["method"], row["budget"]) if p)
+            name += f", {other} {row[other]}" if several else ""
+            series.setdefault(name, []).append((row[x], row["step_ms"][0]))
+    fixed = "" if several else f", {LABELS[other]} {rows[0][other]:,}"
+    title = f"{rows[0]['model']}: decode step{fixed}"
+    x_axis, y_axis = Axis(label=LABELS[x], base=2), Axis(label="step, ms", base=10)
+    return line_plot(title, x_axis, y_axis, series)
+
+
+def measure_engine(label: str, config: EngineConfig, plan: Plan, measured: Measured) -> None:
     """One engine, all its shapes."""
     from sparseengine.llm import LLM
 
-    rows = []
     with LLM.from_config(config, quiet=True) as llm:
-        vocab = llm.resolved.spec.vocab_size
+        vocab, measured.engines[label] = llm.resolved.spec.vocab_size, llm.explain()
         if plan.synthetic:
             randomise(llm.engine)
         else:
@@ -84,15 +126,14 @@ def measure_engine(
                 timings.append(
                     run_batch(llm, prompts, plan.output_len, like if plan.synthetic else None)
                 )
-                raw += samples(label, input_len, batch, repeat, timings[-1])
-            row = summary(label, input_len, batch, timings)
-            row["budget"] = plan.budget_text(config)
+                measured.raw += samples(label, input_len, batch, repeat, timings[-1])
+            row = summary(llm.resolved.source.name, label, input_len, batch, timings)
+            row["budget"] = budget_text(config)
             row["route"] = ",".join(dict.fromkeys(r.selected for r in llm.resolved.routes))
             each = row["kv_bytes_per_request"] if like is None else like.read_bytes
             row["kv_bytes_read_per_step"] = batch * each if each else None
             row["synthetic_kv"], row["max_batch"] = plan.synthetic, is_most
-            rows.append(row)
-    return rows
+            measured.rows.append(row)
 
 
 def prompts_of(
@@ -114,7 +155,7 @@ def _probe_of(llm: LLM, label: str, input_len: int, synthetic: bool) -> Probe | 
     return probe(llm, prompt, compute=not synthetic)
 
 
-def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure_transformers(plan: Plan, measured: Measured) -> None:
     """The same shapes through transformers' generate."""
     from sparseengine.bench.peers import load_transformers, time_generate
     from sparseengine.resolve import resolve
@@ -124,7 +165,6 @@ def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str
     vocab = resolved.spec.vocab_size
     note("transformers: warm-up")
     time_generate(model, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
-    rows = []
     for input_len in plan.lengths:
         for batch in plan.fixed_batches():
             note(f"transformers: {input_len} x {batch}")
@@ -133,9 +173,9 @@ def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str
                 prompts = make_prompts(vocab, input_len, batch, seed=repeat)
                 prefill_s, steps_s = time_generate(model, prompts, plan.output_len)
                 timings.append(Timing(prefill_s=prefill_s, steps_s=steps_s))
-                raw += samples("transformers", input_len, batch, repeat, timings[-1])
-            rows.append(summary("transformers", input_len, batch, timings))
-    return rows
+                measured.raw += samples("transformers", input_len, batch, repeat, timings[-1])
+            name = resolved.source.name
+            measured.rows.append(summary(name, "transformers", input_len, batch, timings))
 
 
 def samples(
@@ -149,7 +189,9 @@ def samples(
     return [{**base, "what": "prefill_s", "value": timing.prefill_s}, *steps]
 
 
-def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -> dict[str, Any]:
+def summary(
+    model: str, label: str, input_len: int, batch: int, timings: Sequence[Timing]
+) -> dict[str, Any]:
     """One row of results. Throughputs are aggregates over the batch."""
     from sparseengine.report import Spread
 
@@ -158,6 +200,7 @@ def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -
     prefills = [timing.prefill_s for timing in timings if timing.prefill_s is not None]
     prefill = Spread.of(prefills) if prefills else None
     return {
+        "model": model,
         "method": label,
         "budget": None,
         "input_len": input_len,
@@ -175,12 +218,11 @@ def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -
     }
 
 
-def add_ratios(rows: list[dict[str, Any]]) -> None:
+def add_ratios(rows: list[dict[str, Any]], dense: str) -> None:
     """Ratios to our dense run and to transformers, at the same prompt length and batch.
 
     Where dense did not run at that batch, it is compared at its own `max`: at equal memory.
     """
-    dense = rows[0]["method"]
     for row in rows:
         for name, method in (("dense", dense), ("transformers", "transformers")):
             other = _peer(row, [r for r in rows if r["method"] == method])
