@@ -131,7 +131,7 @@ class GroupCache:
         if self.slot_aux:
             page, offset = divide(slots.reshape(-1), self.geo.page_size)
             for aux in self.slot_aux.values():
-                aux[page, :, offset] = 0
+                aux[page, :, offset] = aux.new_zeros(())  # a number would be copied from the host
 
     def sealed(self, pages: Ints) -> SealedPages:
         """The report of newly full pages."""
