@@ -17,6 +17,7 @@ from kernel_checks import (
     check_store,
     check_top_pages,
     check_window_scores,
+    rows_held_in_parts,
     seeded_and_poisoned,
 )
 
@@ -158,3 +159,8 @@ def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("columns", [5, 37])
 def test_top_pages(heads: int, groups: int, columns: int) -> None:
     check_top_pages(heads, groups, columns, "cpu")
+
+
+def test_top_pages_of_rows_that_no_program_holds() -> None:
+    with rows_held_in_parts(16):
+        check_top_pages(1, 1, 37, "cpu")

@@ -21,6 +21,7 @@ from sparseengine.attention.triton import TritonBackend
 from sparseengine.core.view import AttentionView, PackedTable
 from sparseengine.ops import reference
 from sparseengine.ops import triton as kernels
+from sparseengine.ops.triton import select
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from attention_views import Rows, Shape, layer_of, spans_view
@@ -218,6 +219,17 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
         for weights in ((None, None), (draw(dim), draw(dim).float())):
             args = (qk, *turn, heads - 1, *weights, 1e-6)
             assert_close(kernels.norm_rotate(*args), reference.norm_rotate(*args), dtype)
+
+
+@contextmanager
+def rows_held_in_parts(columns: int) -> Iterator[None]:
+    """`top_pages` holds that many columns of a row at once: rows longer than that are few ones."""
+    before = select._HELD_COLUMNS, select._BLOCK_W
+    select._HELD_COLUMNS = select._BLOCK_W = columns
+    try:
+        yield
+    finally:
+        select._HELD_COLUMNS, select._BLOCK_W = before
 
 
 def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:

@@ -129,6 +129,6 @@ def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (1, 1)])
-@pytest.mark.parametrize("columns", [5, 64, 2048, 5000])
+@pytest.mark.parametrize("columns", [5, 64, 2048, 5000, 8193, 40_000, 140_000])
 def test_top_pages(heads: int, groups: int, columns: int) -> None:
     check_top_pages(heads, groups, columns, "cuda")
