@@ -14,6 +14,7 @@ from kernel_checks import (
     check_copy_pages,
     check_fused,
     check_pages,
+    check_slots,
     check_store,
     check_top_pages,
     check_window_scores,
@@ -83,6 +84,18 @@ def test_wide_heads() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_page_summaries(shape: Shape) -> None:
     check_pages(shape, 2, 5, F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_slots(shape: Shape, dtype: torch.dtype) -> None:
+    lens = _lens(shape, [[600, 20, 1], [0, 0, 0], [65, 0, 64]])
+    check_slots(shape, lens, dtype, "cpu")
+
+
+def test_slots_of_wide_heads_and_under_a_soft_cap() -> None:
+    check_slots(WIDE, [[70], [1]], F32, "cpu")
+    check_slots(Shape(dim=5, group=17), [[70, 3], [9, 130]], F32, "cpu", softcap=0.5)
 
 
 def _lens(shape: Shape, lens: list[list[int]]) -> list[list[int]]:

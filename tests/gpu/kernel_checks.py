@@ -77,28 +77,30 @@ def check_attention(
 
 
 def packed(view: AttentionView) -> AttentionView:
-    """The same view over tables that lie anywhere in one arena, each with a width of its own."""
-    segments = []
-    for segment in view.segments:
-        table = segment.dense_table()
-        spans, groups, columns = table.shape
-        widths = columns + torch.randint(0, 5, (spans,))
-        rows = groups + 2  # two rows of another layer come first
-        sizes = rows * widths
-        order = torch.randperm(spans)
-        base = torch.zeros(spans, dtype=torch.int64)
-        base[order] = 3 + sizes[order].cumsum(0) - sizes[order]
-        arena = torch.randint(0, 2, (3 + int(sizes.sum()),), dtype=torch.int32)
-        for s in range(spans):
-            mine = arena[base[s] : base[s] + sizes[s]].view(rows, int(widths[s]))
-            mine[2:, :columns] = table[s].cpu()
-        place = table.device
-        tables = PackedTable(
-            arena.to(place), base.to(place), widths.to(place), row=2, groups=groups, columns=columns
-        )
-        assert torch.equal(tables.dense(), table)
-        segments.append(replace(segment, table=tables))
+    """The same view over packed tables."""
+    segments = [replace(s, table=packed_table(s.dense_table())) for s in view.segments]
     return replace(view, segments=tuple(segments))
+
+
+def packed_table(table: Tensor) -> PackedTable:
+    """The rows of a table anywhere in one arena, each span with a width of its own."""
+    spans, groups, columns = table.shape
+    widths = columns + torch.randint(0, 5, (spans,))
+    rows = groups + 2  # two rows of another layer come first
+    sizes = rows * widths
+    order = torch.randperm(spans)
+    base = torch.zeros(spans, dtype=torch.int64)
+    base[order] = 3 + sizes[order].cumsum(0) - sizes[order]
+    arena = torch.randint(0, 2, (3 + int(sizes.sum()),), dtype=torch.int32)
+    for s in range(spans):
+        mine = arena[base[s] : base[s] + sizes[s]].view(rows, int(widths[s]))
+        mine[2:, :columns] = table[s].cpu()
+    place = table.device
+    tables = PackedTable(
+        arena.to(place), base.to(place), widths.to(place), row=2, groups=groups, columns=columns
+    )
+    assert torch.equal(tables.dense(), table)
+    return tables
 
 
 def check_store(shape: Shape, tokens: int, dtype: torch.dtype, device: str) -> None:
@@ -195,6 +197,42 @@ def check_pages(shape: Shape, spans: int, width: int, dtype: torch.dtype, device
     q = torch.randn(spans, shape.heads * shape.group, shape.dim, device=device).to(dtype)
     got = kernels.page_scores(q, low, high, table, shape.group)
     assert_close(got, reference.page_scores(q, low, high, table, shape.group), dtype)
+
+
+def check_slots(
+    shape: Shape, lens: list[list[int]], dtype: torch.dtype, device: str, softcap: float = 0.0
+) -> None:
+    """Scores and gathered mass of one query per row; what lies past a row's end stays as it is."""
+    rows = Rows(shape, lens, dtype, device, [shape.dim])
+    (pool,) = rows.pools
+    q = torch.randn(len(lens), shape.heads * shape.group, shape.dim, device=device).to(dtype)
+    precision = torch.float32 if dtype == torch.float32 else torch.float16
+    slot = torch.arange(rows.table.shape[2] * shape.page, device=device)
+    live = (slot < rows.lens[..., None]).expand(-1, shape.heads, -1)
+    args, tables = (pool, rows.table, rows.lens), packed_table(rows.table)
+    for limits in ({}, {"scale": 0.3}, {"scale": 0.3, "normalise": True}):
+        got = kernels.slot_scores(q, *args, **limits)
+        want = reference.slot_scores(q, *args, **limits)
+        assert got.shape == want.shape
+        assert_close(got[live], want[live], precision)
+        walked = kernels.slot_scores(q, pool, tables, rows.lens, **limits)
+        assert torch.equal(walked[live], got[live]), "packed tables are read otherwise"
+    mass = torch.rand(pool.shape[:3], device=device)
+    seen = torch.randint(0, 9, pool.shape[:3], device=device).float()
+    empty = pool[..., 0].isnan()
+    how = {"scale": shape.dim**-0.5, "left": 0.75, "softcap": softcap}
+    found, twins = [(mass.clone(), seen.clone()) for _ in range(2)], (mass.clone(), seen.clone())
+    reference.add_mass(q, *args, *twins, **how)
+    kernels.add_mass(q, *args, *found[0], **how)
+    kernels.add_mass(q, pool, tables, rows.lens, *found[1], **how)
+    for pair in found:
+        assert_close(pair[0], twins[0], precision)
+        assert torch.equal(pair[1], twins[1])
+        assert torch.equal(pair[0][empty], mass[empty]), "slots of no row have changed"
+    assert torch.equal(found[0][0], found[1][0])
+    kernels.add_mass(q, *args, mass, **{**how, "left": 0.0})
+    total = mass[~empty].sum()
+    assert_close(total, (rows.lens > 0).expand(-1, shape.heads).sum() * shape.group, precision)
 
 
 def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:

@@ -17,6 +17,7 @@ from kernel_checks import (
     check_copy_pages,
     check_fused,
     check_pages,
+    check_slots,
     check_store,
     check_top_pages,
     check_window_scores,
@@ -120,6 +121,13 @@ def test_window_scores(shape: Shape, reduce: str) -> None:
 def test_page_summaries(shape: Shape) -> None:
     for dtype in DTYPES:
         check_pages(shape, 5, 100, dtype, "cuda")
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(dim=5, group=17), Shape(dim=576, heads=1)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_slots(shape: Shape, dtype: torch.dtype) -> None:
+    check_slots(shape, _ragged(shape, 9, 5000), dtype, "cuda")
+    check_slots(shape, _ragged(shape, 3, 20_000), dtype, "cuda", softcap=0.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseengine.core.plan import Demand, Request, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, LayerSpec, ModelSpec
-from sparseengine.core.view import Keep, Selection
+from sparseengine.core.view import Keep, PackedTable, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,10 @@ class LayerStep(Protocol):
 
     def table(self) -> tuple[Tensor, Tensor]:
         """(int32 [S, G, W] page ids, int32 [S, G] lengths) before selection, on the device."""
+        ...
+
+    def packed(self) -> tuple[PackedTable, Tensor]:
+        """The same with the tables where they are, for ops that walk them."""
         ...
 
     def aux(self, name: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Ops on paged pools: `ops.store(...)` and friends choose their implementation by device."""
 
 from sparseengine.ops.dispatch import (
+    add_mass,
     add_rms_norm,
     compact,
     copy_pages,
@@ -14,6 +15,7 @@ from sparseengine.ops.dispatch import (
     page_bounds,
     page_scores,
     rms_norm,
+    slot_scores,
     store,
     take_pages,
     top_pages,
@@ -21,6 +23,7 @@ from sparseengine.ops.dispatch import (
 )
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "compact",
     "copy_pages",
@@ -34,6 +37,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",

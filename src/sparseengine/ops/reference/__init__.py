@@ -6,9 +6,11 @@ from sparseengine.ops.reference.merge import merge_lse
 from sparseengine.ops.reference.moe import moe_experts, moe_route
 from sparseengine.ops.reference.scores import page_bounds, page_scores, window_scores
 from sparseengine.ops.reference.select import take_pages, top_pages
+from sparseengine.ops.reference.slots import add_mass, slot_scores
 from sparseengine.ops.reference.storage import compact, copy_pages, gather_rows, store
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "compact",
     "copy_pages",
@@ -22,6 +24,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",

@@ -5,9 +5,11 @@ from sparseengine.ops.triton.moe import moe_experts
 from sparseengine.ops.triton.moe_route import moe_route
 from sparseengine.ops.triton.scores import page_bounds, page_scores, window_scores
 from sparseengine.ops.triton.select import take_pages, top_pages
+from sparseengine.ops.triton.slots import add_mass, slot_scores
 from sparseengine.ops.triton.storage import compact, copy_pages, store
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "compact",
     "copy_pages",
@@ -18,6 +20,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",
