@@ -75,12 +75,12 @@ class LayerView:
         return self._starts[chunk], self._starts[chunk + 1]
 
     def lens(self, chunk: int) -> tuple[int, ...]:
-        host = self._group.current().host_lens
+        host = self._group.host_lens()
         return tuple(int(n) for n in host[self._chunks[chunk], self._rows])
 
     def budgets(self) -> Tensor:
         spans = _runs([(c, c + 1) for c in self._chunks])
-        return _take(self._budgets(), spans)
+        return _take(self._budgets()[0], spans)
 
     def table(self) -> tuple[Tensor, Tensor]:
         step = self._group.current()
@@ -151,6 +151,24 @@ class LayerView:
         lens = lens - behind if behind else lens
         keys, scale, cap = self._pool("keys"), self.spec.softmax_scale, self.spec.softcap
         return ops.window_scores(queries, keys, table, lens, longest, scale, reduce, cap)
+
+    def add_attention(self, mass: str, seen: str | None, left: float) -> None:
+        for chunk, planned in zip(self._chunks, self.plan.chunks, strict=True):
+            if planned.request.outgrows_budget:
+                self._group.own(chunk)
+        table, lens = self.packed()
+        outgrows = _take(self._budgets()[1], _runs([(c, c + 1) for c in self._chunks]))
+        ops.add_mass(
+            self.q,
+            self._pool("keys"),
+            table,
+            lens * outgrows[:, None],
+            self.aux(mass),
+            None if seen is None else self.aux(seen),
+            scale=self.spec.softmax_scale,
+            softcap=self.spec.softcap,
+            left=left,
+        )
 
     def logits(self) -> Tensor:
         table, lens = self.packed()
