@@ -201,15 +201,12 @@ class SamplingParams:
             ok = all(k >= 0 and _is_real(v) and -100 <= v <= 100 for k, v in bias.items())
             _require(ok, "logit_bias", dict(self.logit_bias), "token id -> a number in [-100, 100]")
             object.__setattr__(self, "logit_bias", MappingProxyType(bias))
-        if self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not supported yet")
-        _require(
-            self.structured_outputs is None
-            or isinstance(self.structured_outputs, StructuredOutputs),
-            "structured_outputs",
-            self.structured_outputs,
-            "a StructuredOutputs",
-        )
+        given = self.structured_outputs
+        if isinstance(given, Mapping):
+            given = StructuredOutputs.from_dict(given)
+            object.__setattr__(self, "structured_outputs", given)
+        ok = given is None or isinstance(given, StructuredOutputs)
+        _require(ok, "structured_outputs", given, "a StructuredOutputs or a mapping of its fields")
 
     @property
     def greedy(self) -> bool:
