@@ -75,6 +75,7 @@ class RuntimeConfig:
     attention_backend: str = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool = True
     max_logprobs: int = 20
     grammar_timeout_s: float = 10.0
 
@@ -347,6 +348,12 @@ PARAMS: tuple[Param, ...] = (
         doc="never replay captured graphs",
     ),
     Param(
+        path="runtime.async_scheduling",
+        flag="--async-scheduling",
+        kind="bool",
+        doc="plan and book steps while the device runs others (CUDA devices)",
+    ),
+    Param(
         path="runtime.max_logprobs",
         flag="--max-logprobs",
         kind="int",
@@ -387,10 +394,7 @@ def _by_keyword(values: Mapping[str, Any], where: str) -> dict[str, tuple[Any, s
 
 
 def read_file(path: str | Path) -> dict[str, tuple[Any, str]]:
-    """A YAML or JSON config file -> {path: (raw value, origin)}.
-
-    Keys are flag names (max-model-len) or sections (cache: {block_size: 16}).
-    """
+    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}."""
     import yaml
 
     file = Path(path)

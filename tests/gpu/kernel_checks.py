@@ -244,7 +244,7 @@ def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:
             found, want = kernels.top_pages(*args, **limits), reference.top_pages(*args, **limits)
             assert torch.equal(found, want)
         table = PackedTable(
-            torch.randint(0, 999, (5000,), device=device, dtype=torch.int32),
+            torch.randint(0, 999, (100 + 4 * (columns + 2),), device=device, dtype=torch.int32),
             torch.randint(0, 100, (spans,), device=device),
             torch.full((spans,), columns + 2, device=device),
             row=1, groups=groups, columns=columns,
