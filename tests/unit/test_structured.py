@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from fixtures.engines import EOS, save_checkpoint
 from sparseengine import LLM, SamplingParams, SparseParams, StructuredOutputs
 from sparseengine.engine.grammars import plain_schema
 from sparseengine.errors import RequestError
+from sparseengine.server.tools.choice import plan_tools
 
 BACKENDS = ("xgrammar", "llguidance")
 SCHEMA = {
@@ -173,6 +175,22 @@ def test_what_excludes_everything_is_an_error_of_that_request(llm: LLM) -> None:
     assert len(good.outputs[0].token_ids) == 2
 
 
+def test_the_structure_may_begin_behind_a_mark(llm: LLM) -> None:
+    """What comes before it is free, siblings find their own."""
+    mark = "o"
+    held = StructuredOutputs(regex="[0-9]{3}", after=mark)
+    assert held != StructuredOutputs(regex="[0-9]{3}")
+    sampling = SamplingParams(
+        structured_outputs=held, n=4, seed=2, max_tokens=400, temperature=1.5, logit_bias={EOS: 20}
+    )
+    (output,) = llm.generate("the quick", sampling, use_tqdm=False)
+    for completion in output.outputs:
+        _, found, behind = completion.text.partition(mark)
+        assert found, "EOS, however likely, does not end what is free"
+        assert re.fullmatch(r"\S*[0-9]{3}", behind.replace(" ", ""))
+    assert len({len(c.token_ids) for c in output.outputs}) > 1
+
+
 def test_with_eviction(llm: LLM) -> None:
     held = SamplingParams(structured_outputs=StructuredOutputs(regex="[0-9]{40}"), max_tokens=60)
     with LLM(llm.resolved.source.name, enable_methods="keydiff", quiet=True) as sparse:
@@ -205,6 +223,7 @@ def test_with_eviction(llm: LLM) -> None:
         ({"choice": "ab"}, "list of non-empty texts"),
         ({"choice": ["a", ""]}, "list of non-empty texts"),
         ({"json_object": "yes"}, "True"),
+        ({"regex": "a", "after": ""}, "after='' is not allowed"),
         ({"regex": "a", "backend": "outlines"}, "auto, xgrammar, llguidance"),
         ({"regexp": "a"}, "did you mean 'regex'"),
     ],
@@ -282,3 +301,34 @@ def test_objects_that_list_properties_are_closed() -> None:
         assert json.loads(plain_schema(json.dumps(opened))[0]) == opened
     parts = {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}
     assert json.loads(plain_schema(json.dumps(parts))[0]) == parts
+
+
+# ── tools ─────────────────────────────────────────────────────────────────────────────────────────
+
+POINT = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/point"}},
+    "required": ["at"],
+    "$defs": {
+        "point": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9},
+                  "minItems": 2, "maxItems": 2},
+    },
+}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "go", "parameters": POINT}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("choice", ["required", {"type": "tool", "name": "go"}])
+def test_forced_tool_calls_fit_their_schemas(llm: LLM, choice, backend: str) -> None:
+    plan = plan_tools(choice, TOOLS, None, parallel=False)
+    held = replace(plan.structured, backend=backend)
+    found = texts(llm, held, n=8, max_tokens=300)
+    assert found
+    for text in found:
+        (call,) = plan.parser.parse(text, TOOLS).calls
+        arguments = json.loads(call.arguments)
+        assert call.name in ("go", "now")
+        assert arguments == {} if call.name == "now" else len(arguments["at"]) == 2

@@ -149,7 +149,7 @@ class Intake:
                     seed=seed,
                     stop_ids=stop_ids,
                     bad_words=words,
-                    constraint=None if grammar is None else self._constraint(grammar),
+                    constraint=None if grammar is None else self._constraint(grammar, sampling),
                 )
             )
         self._next_id += sampling.n
@@ -171,8 +171,16 @@ class Intake:
             result_of(grammar)
         return grammar
 
-    def _constraint(self, grammar: Future[Grammar]) -> Constraint:
-        return Constraint(grammar, self.model.vocab_size, self.eos_ids)
+    def _constraint(self, grammar: Future[Grammar], sampling: SamplingParams) -> Constraint:
+        spec, is_free = sampling.structured_outputs, None
+        if spec is not None and spec.after is not None:
+            backend, mark = self.tokenizer.backend_tokenizer, spec.after
+
+            def is_free(ids: Sequence[int]) -> bool:
+                tail = ids[-4 * len(mark.encode()) :]  # a mark has at most as many tokens as bytes
+                return mark not in backend.decode(list(tail), skip_special_tokens=False)
+
+        return Constraint(grammar, self.model.vocab_size, self.eos_ids, is_free)
 
     def _seed(self, sampling: SamplingParams, parent: int, index: int) -> int:
         """A request's own seed, plus the completion's index; else one that follows the engine's."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class GrammarCompiler:
                 "(eos_token_id in config.json or generation_config.json)"
             )
         available(spec.backend)
+        spec = replace(spec, after=None)  # the grammar is the same wherever it begins
         with self._lock:
             future = self._cache.get(spec)
             if future is not None:
@@ -229,10 +230,18 @@ class Constraint:
 
     It follows `Request.tokens`, so a request that is preempted and run again goes on where it was.
     Once the grammar is complete, and once a stop token was taken, only stop tokens may follow.
+    is_free: says of the tokens generated so far whether the grammar has yet to begin behind them.
     """
 
-    def __init__(self, grammar: Future[Grammar], vocab_size: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        grammar: Future[Grammar],
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        is_free: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
         self.grammar = grammar
+        self._is_free = is_free
         self._matcher: Matcher | None = None
         self._num_seen = 0
         self._has_stopped = False
@@ -262,13 +271,19 @@ class Constraint:
         if self._matcher is None:
             self._matcher = result_of(self.grammar).matcher()
         for token in request.tokens[request.prompt_len + self._num_seen :]:
+            self._num_seen += 1
+            if self._is_free is not None:
+                seen = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
+                self._is_free = self._is_free if self._is_free(seen) else None
+                continue
             is_stop = token >= 0 and bool(self._stop_bits[token // 32] & _BITS[token % 32])
             if is_stop or self._has_stopped:
                 self._has_stopped = True
             elif not self._has_failed:
                 self._has_failed = not self._matcher.accept(token)
-            self._num_seen += 1
-        if self._has_stopped:
+        if self._is_free is not None:
+            torch.bitwise_not(self._stop_bits, out=self._bits)
+        elif self._has_stopped:
             self._bits.copy_(self._stop_bits)
         elif not self._has_failed:
             try:
