@@ -186,3 +186,58 @@ def test_steps_that_run_ahead_wait_for_structured_tokens(backend) -> None:
         ended = drain(engine)
         found.append({k: [c.token_ids for c in o.outputs] for k, o in ended.items()})
     assert found[0] == found[1]
+
+
+class Heavy:
+    """A grammar that allows everything at first; what comes then is up to the test."""
+
+    size_bytes = 1
+
+    def __init__(self, then) -> None:
+        self.then = then
+        self.num_fills = 0
+
+    def matcher(self):
+        return self
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def fill(self, bits) -> None:
+        self.num_fills += 1
+        bits.fill_(-1)
+        if self.num_fills > 2:  # the compiler's own, the first token's
+            self.then()
+
+
+def _too_complex() -> None:
+    raise RuntimeError("a limit of the library")
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [(_too_complex, "a limit of the library"), (lambda: time.sleep(0.02), "other requests waited")],
+)
+def test_a_mask_that_is_too_heavy_ends_its_request_only(backend, monkeypatch, then, message):
+    monkeypatch.setattr(structured, "_MAX_MASK_S", 0.01)
+    monkeypatch.setattr(backend, "compile", lambda spec: Heavy(then))
+    engine = engine_with(compiler())
+    engine.add_request([5, 6], held("x", ignore_eos=True), request_id="heavy")
+    engine.add_request([5, 6], SamplingParams(max_tokens=4, ignore_eos=True), request_id="free")
+    ended = drain(engine)
+    (heavy,) = ended["heavy"].outputs
+    assert (heavy.finish_reason, len(heavy.token_ids)) == ("error", 1)
+    assert message in heavy.stop_reason
+    assert len(ended["free"].outputs[0].token_ids) == 4
+
+
+def test_a_tokenizer_that_a_backend_cannot_read_is_left_to_the_other(monkeypatch) -> None:
+    def make(name: str, *args):
+        if name == "xgrammar":
+            raise ValueError("what tokenizer is this?")
+        return make_backend(name, *args)
+
+    monkeypatch.setattr(structured, "make_backend", make)
+    assert compiler().get(StructuredOutputs(regex="a")).size_bytes > 0
+    with pytest.raises(RequestError, match="xgrammar cannot read the tokenizer: what tokenizer"):
+        compiler().get(regex("a"))

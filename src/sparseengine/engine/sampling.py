@@ -125,7 +125,12 @@ class Sampler:
         logprobs: list[Logprobs | None] = [None] * len(requests)
         if drawn.logits is not None:
             logprobs = self._logprobs(drawn.logits, host, requests, errors)
-        return [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        found = [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        for i, request in enumerate(requests):
+            extras = self._extras.get(request.id)
+            if extras is not None and extras.constraint is not None and extras.constraint.error:
+                found[i] = Sample(error=extras.constraint.error)
+        return found
 
     def knobs(self, requests: Sequence[Request]) -> NDArray[np.float64]:
         """`knobs_of` for one token of each request."""
