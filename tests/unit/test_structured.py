@@ -56,7 +56,7 @@ def is_sized(value: dict) -> bool:
 
 @pytest.mark.parametrize("form", [SCHEMA, json.dumps(SCHEMA)], ids=["mapping", "text"])
 def test_json_schema(llm: LLM, form) -> None:
-    found = texts(llm, StructuredOutputs(json=form), n=12, max_tokens=400)
+    found = texts(llm, StructuredOutputs(json=form), n=6, max_tokens=200)
     assert len(found) > 3
     assert all(is_sized(json.loads(text)) for text in found)
 
@@ -332,7 +332,7 @@ TOOLS = [
 def test_forced_tool_calls_fit_their_schemas(llm: LLM, choice, backend: str) -> None:
     plan = plan_tools(choice, TOOLS, None, parallel=False)
     held = replace(plan.structured, backend=backend)
-    found = texts(llm, held, n=8, max_tokens=300)
+    found = texts(llm, held, n=6, max_tokens=200)
     assert found
     for text in found:
         (call,) = plan.parser.parse(text, TOOLS).calls

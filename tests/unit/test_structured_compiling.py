@@ -54,7 +54,7 @@ def regex(text: str) -> StructuredOutputs:
 
 def engine_with(grammars: GrammarCompiler, **kw):
     engine = make_engine(ToyModel(toy_spec(vocab=VOCAB)), tokenizer=TOKENIZER, **kw)
-    engine.intake.grammars, engine.intake.eos_ids = grammars, (EOS,)
+    engine.intake.grammars, engine.intake.eos_ids = grammars, (EOS, 99_999)
     return engine
 
 

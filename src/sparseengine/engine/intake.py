@@ -102,7 +102,7 @@ class Intake:
         self.max_logprobs = max_logprobs
         self.seed = seed
         self.grammars = GrammarCompiler(
-            tokenizer, model.vocab_size, self.eos_ids, timeout_s=grammar_timeout_s
+            tokenizer, model.vocab_size, self._enders(), timeout_s=grammar_timeout_s
         )
         self._next_id = 0
 
@@ -180,7 +180,11 @@ class Intake:
                 tail = ids[-4 * len(mark.encode()) :]  # a mark has at most as many tokens as bytes
                 return mark not in backend.decode(list(tail), skip_special_tokens=False)
 
-        return Constraint(grammar, self.model.vocab_size, self.eos_ids, is_free)
+        return Constraint(grammar, self.model.vocab_size, self._enders(), is_free)
+
+    def _enders(self) -> tuple[int, ...]:
+        """EOS ids that the model can sample; configs name others, too."""
+        return tuple(t for t in self.eos_ids if 0 <= t < self.model.vocab_size)
 
     def _seed(self, sampling: SamplingParams, parent: int, index: int) -> int:
         """A request's own seed, plus the completion's index; else one that follows the engine's."""
