@@ -39,12 +39,14 @@ LATENT = LayerSpec(
 )
 
 
-def head_view(bench: Bench, lens: Sequence[int], queries: Sequence[int]) -> AttentionView:
+def head_view(
+    bench: Bench, lens: Sequence[int], queries: Sequence[int], dim: int = DIM
+) -> AttentionView:
     """Random K and V in pages of one head each, in random order; per-head tables."""
     width = -(-max(lens) // PAGE)
     used = len(lens) * HEADS * width
     pages = torch.randperm(used, device=bench.device, dtype=torch.int64).int()
-    pools = [bench.normal(used, 1, PAGE, DIM) for _ in range(2)]
+    pools = [bench.normal(used, 1, PAGE, dim) for _ in range(2)]
     rows = torch.tensor(lens, dtype=torch.int32, device=bench.device)[:, None].expand(-1, HEADS)
     segment = Segment(
         payload=((pools[0],), (pools[1],)),
