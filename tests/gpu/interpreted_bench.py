@@ -42,7 +42,7 @@ def test_tuning_measures_every_shape_that_is_looked_up(
     """The clock is made up: every trial takes half as long as the one before."""
     torch.manual_seed(0)
     clock = iter(2.0**-i for i in range(99))
-    monkeypatch.setattr(tune, "_time", lambda calls: next(clock))
+    monkeypatch.setattr(tune, "_time", lambda calls, device: next(clock))
     tuner = tune.Tuner(FEW)
     for name, calls in tune.CASES[case](Bench("cpu", small=True)):
         tuner.tune(name, calls)

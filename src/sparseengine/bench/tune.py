@@ -116,7 +116,7 @@ class Tuner:
         with tuned.using(tuned.Tuned()), tuned.recording() as asked:
             want = [call().float() for call in calls]
         for (op, shape), default in asked.items():
-            start = best = _time(calls)
+            start = best = _time(calls, want[0].device.type)
             chosen: dict[str, Any] = {}
             for trial in self._trials(op, default):
                 time_us = self._measure(op, shape, trial, calls, want)
@@ -158,11 +158,11 @@ class Tuner:
             if any(not relative_error(a, b) < TOLERANCE for a, b in zip(got, want, strict=True)):
                 note(f"  {trial}: computes something else")
                 return None
-            return _time(calls)
+            return _time(calls, want[0].device.type)
 
 
-def _time(calls: Sequence[Call]) -> float:
-    return statistics.median(times_us(calls))
+def _time(calls: Sequence[Call], device: str) -> float:
+    return statistics.median(times_us(calls, device=device))
 
 
 def run(args: argparse.Namespace) -> int:
