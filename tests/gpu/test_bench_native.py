@@ -25,7 +25,16 @@ def bench(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
 
 
 def test_filled_batches_decode_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["throughput", *MODEL, *KV, "--methods", "snapkv,quest", "--kv-budget", "512"]
+    words = [
+        "throughput",
+        *MODEL,
+        "--kv-cache-memory-bytes",
+        "2g",
+        "--methods",
+        "snapkv,quest",
+        "--kv-budget",
+        "512",
+    ]
     words += ["--input-len", "7000", "--output-len", "40", "--batch-size", "max,4"]
     line = bench(capsys, *words, "--max-num-seqs", "128", "--synthetic-kv")
     rows = {(row["method"], row["max_batch"]): row for row in line["rows"]}
