@@ -187,6 +187,14 @@ class SparseMethod:
         """
         return None
 
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        """Host: whether no device hook has anything to do in this decode step.
+
+        Then a captured graph serves it even if the method's hooks could not be part of one, and
+        `replayed` follows. lens: the longest row of each chunk, this step's tokens included.
+        """
+        return not self.traits.decode_hooks
+
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """Host: a decode step ran as a captured graph, so that no device hook was called for it.
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseengine.cache.manager import PagedCache
+from sparseengine.cache.tables import Ints
 from sparseengine.cache.tensors import upload_into
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.context import StepContext
@@ -120,10 +121,10 @@ class DecodeGraphs:
         if len(plan.chunks) > self.rows[-1] or any(c.request.sparse.record for c in plan.chunks):
             return None
         names = {c.request.method for c in plan.chunks}
-        if not all(_may_replay(self.methods[n]) for n in names):
+        longest = self.cache.longest_rows()
+        if not all(self._may_replay(n, plan, longest) for n in names):
             return None
         acting = [n for n in names if _selects(self.methods[n])]
-        longest = self.cache.longest_rows()
         budget = None
         if acting:
             method = self.methods[acting[0]]
@@ -135,6 +136,15 @@ class DecodeGraphs:
         if at == len(self.lens):
             return None
         return Key(rows, self.lens[at], acting[0] if budget is not None else "", budget, draws)
+
+    def _may_replay(self, name: str, plan: StepPlan, longest: Ints) -> bool:
+        """A method that acts while decoding does so inside a graph, or not in this step."""
+        method = self.methods[name]
+        if method.traits.graph_safe or not method.traits.decode_hooks:
+            return True
+        own = [i for i, c in enumerate(plan.chunks) if c.request.method == name]
+        part = StepPlan(tuple(plan.chunks[i] for i in own))
+        return method.idle(part, longest[own].tolist())
 
     # ── replay ───────────────────────────────────────────────────────────────────────────────────
 
@@ -219,11 +229,6 @@ class DecodeGraphs:
             knobs = self._knobs[:, : key.rows]
             tokens = draw(logits, knobs, truncate=key.draws == "truncated")
         return hidden, Best(tokens, best)
-
-
-def _may_replay(method: SparseMethod) -> bool:
-    """A method that acts while decoding must say that it does so inside a graph, too."""
-    return method.traits.graph_safe or not method.traits.decode_hooks
 
 
 def _selects(method: SparseMethod) -> bool:
