@@ -25,8 +25,10 @@ __all__ = [
     "copy_pages",
     "dense_attention",
     "gated",
+    "gather_part",
     "gather_rows",
     "merge_lse",
+    "merge_parts",
     "moe_experts",
     "moe_route",
     "norm_rotate",
@@ -128,8 +130,22 @@ def moe_experts(
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
     """Causal, bottom-right: q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]."""
-    found = None if softcap else dense.dense_attention(q, k, v, scale)
+    found = None if softcap else dense.dense_attention(q, k, v, scale, merge_parts)
     return reference.dense_attention(q, k, v, scale, softcap) if found is None else found
+
+
+def gather_part(
+    pools: Sequence[Tensor], table: Tensor, length: int, first: int, outs: Sequence[Tensor]
+) -> None:
+    """Slots first .. first + n of a row (table int32 [G, W]) into outs [n, H, D_i]; 0 behind it."""
+    _impl(pools[0]).gather_part(pools, table, length, first, outs)
+
+
+def merge_parts(
+    outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Attention over all parts from outs [n, H, Dv] and lses [H, n] of each, into out and lse."""
+    _impl(out).merge_parts(outs, lses, out, lse)
 
 
 def _between(x: Tensor) -> ModuleType:
