@@ -111,7 +111,8 @@ def merge_parts(
 ) -> None:
     """Attention over all parts from outs [n, H, Dv] and fp32 lses [H, n] of each, into out and lse.
 
-    Every query sees something of some part. Results have one set of strides, so have the lses; lse's last is 1.
+    Every query sees something of some part. Results have one set of strides, and so have the lses;
+    the last stride of `lse` is 1.
     """
     num_q, heads, value_dim = out.shape
     assert all(o.stride() == outs[0].stride() for o in outs), "results in different layouts"
