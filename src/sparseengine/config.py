@@ -75,6 +75,7 @@ class RuntimeConfig:
     attention_backend: str = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool = True
     max_logprobs: int = 20
 
 
@@ -344,6 +345,12 @@ PARAMS: tuple[Param, ...] = (
         flag="--enforce-eager",
         kind="bool",
         doc="never replay captured graphs",
+    ),
+    Param(
+        path="runtime.async_scheduling",
+        flag="--async-scheduling",
+        kind="bool",
+        doc="plan and book steps while the device runs others (CUDA devices)",
     ),
     Param(
         path="runtime.max_logprobs",

@@ -12,7 +12,15 @@ from sparseengine.cache.plan import Geometry
 from sparseengine.cache.pool import PagePool
 from sparseengine.cache.rows import Draft, RowTable
 from sparseengine.cache.tables import Index, Ints
-from sparseengine.cache.tensors import StaticStep, StepTensors, Tokens, build_step, divide, upload
+from sparseengine.cache.tensors import (
+    StaticStep,
+    StepTensors,
+    Tokens,
+    build_step,
+    divide,
+    upload,
+    upload_into,
+)
 from sparseengine.core.method import SealedPages
 from sparseengine.core.specs import Per
 
@@ -69,7 +77,7 @@ class GroupCache:
             self._replace_mirror(host)
         elif len(ranges) <= _FEW_RANGES:
             for lo, hi in ranges:
-                self.mirror[lo:hi].copy_(host[lo:hi])
+                upload_into(self.mirror[lo:hi], self.rows.tables.arena[lo:hi])
         else:  # one upload instead of many small ones
             at = np.concatenate([np.arange(lo, hi) for lo, hi in ranges])
             self.mirror[self.upload(at)] = self.upload(self.rows.tables.arena[at])

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
-from sparseengine.core.plan import Chunk, Purpose, Request
+from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request
 from sparseengine.errors import CapacityError
 
 
@@ -77,6 +77,12 @@ class Ticket:
         if self.replays or request.in_prefill:
             return False
         return request.computed == len(request.tokens) - 1 or self.method.traits.decode_hooks
+
+    @property
+    def awaits_last(self) -> bool:
+        """The step under way samples its last token."""
+        request = self.request
+        return request.tokens[-1] == UNKNOWN and request.num_generated >= request.max_tokens
 
     def decode_chunk(self) -> Chunk:
         request = self.request

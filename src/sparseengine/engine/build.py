@@ -85,6 +85,7 @@ def build_engine(resolved: Resolved) -> Built:
         runner=runner,
         controller=controller,
         collector=collector,
+        overlap=config.runtime.async_scheduling and resolved.device.type == "cuda",
     )
     table = fit_table(
         resolved,

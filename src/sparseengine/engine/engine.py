@@ -12,13 +12,17 @@ from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.intake import Intake, Submission
 from sparseengine.engine.outputs import RequestOutput
+from sparseengine.engine.pending import Pending
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import RequestError
 
 
 class Engine:
-    """Runs requests to their end, many at a time. Not thread-safe: one caller drives `step`."""
+    """Runs requests to their end, many at a time. Not thread-safe: one caller drives `step`.
+
+    overlap: the host plans and books while the device runs; tokens are the same.
+    """
 
     def __init__(
         self,
@@ -28,18 +32,24 @@ class Engine:
         runner: Runner,
         controller: Controller,
         collector: Collector,
+        overlap: bool = False,
     ) -> None:
         self.intake = intake
         self.scheduler = scheduler
         self.runner = runner
         self.controller = controller
         self.collector = collector
+        self.overlap = overlap
         self.num_steps = 0
+        self._pending: Pending | None = None
         self._live: dict[str, Submission] = {}
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """One forward pass; returns requests that ended in it, and streamed ones that grew."""
+        """One forward pass; returns requests that ended, and streamed ones that grew."""
+        return self._step_ahead() if self.overlap else self._step()
+
+    def _step(self) -> list[RequestOutput]:
         plan = self.scheduler.schedule()
         if plan is not None:
             samples = self.runner.run(plan)
@@ -48,9 +58,37 @@ class Engine:
             self.num_steps += 1
         return self._report()
 
+    def _step_ahead(self) -> list[RequestOutput]:
+        """Launch a step, then book the one before it, which the device has meanwhile finished.
+
+        Tokens that the host has not seen go from step to step on the device. A request that turns
+        out to have ended was run once too often: what that sampled is dropped.
+        """
+        before = self._pending
+        plan = None
+        if before is None or self._may_run_ahead(before):
+            plan = self.scheduler.schedule(ahead=before is not None)
+        self._pending = None if plan is None else self.runner.launch(plan, before)
+        if plan is not None:
+            self.controller.end_step(plan)
+            self.num_steps += 1
+        if before is not None:
+            self.scheduler.book(before.plan, self.runner.collect(before))
+        if plan is not None and not self.scheduler.advance(plan):
+            self._pending = None
+        return self._report()
+
+    def _may_run_ahead(self, pending: Pending) -> bool:
+        """Whether the next step can be planned before the tokens of this one are known."""
+        return not any(
+            c.forks or c.request.sparse.record or self.runner.sampler.needs_last(c.request)
+            for c in pending.plan.chunks
+        )
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.collector.has_news
+        is_running = self.scheduler.has_work or self._pending is not None
+        return is_running or self.collector.has_news
 
     def add_request(
         self,
