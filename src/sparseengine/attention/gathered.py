@@ -20,11 +20,10 @@ from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.core.view import AttentionView
 from sparseengine.ops.dense import LONGEST, UNIT, cut_for_cudnn, fused_cudnn
-from sparseengine.ops.parts import MERGED_AT_ONCE, Fetch, Part, Parts, attend_parts
+from sparseengine.ops.parts import Fetch, Part, Parts, attend_parts, most_scratch, result_bytes
 
 _MIN_ARCH = (9, 0)  # what these operators' fast kernels are written for
 _MIN_CUDNN = 90100
-_LSE_BYTES = 4
 
 
 class GatheredBackend(TritonBackend):
@@ -106,24 +105,17 @@ class GatheredBackend(TritonBackend):
 
     def scratch_bytes(self, layer: LayerSpec, tokens: int, length: int, itemsize: int) -> int:
         """The most that a chunk of up to `tokens` takes in a row of up to `length`."""
-        olds, bits = [max(length - tokens, 0)], 0
-        while UNIT << bits < olds[0]:  # rows that are cut into the most parts
-            olds.append((UNIT << bits) - 1)
-            bits += 1
-        return max(self._scratch(layer, tokens, old + tokens, itemsize) for old in olds)
-
-    def _scratch(self, layer: LayerSpec, tokens: int, length: int, itemsize: int) -> int:
-        row = self.cut(tokens, length, layer)
-        if row is None:
+        if self.cut(tokens, length, layer) is None:
             return 0
-        channels = layer.head_dim + layer.value_dim
-        gathered = max(p.rows for p in row.parts) * layer.kv_heads * channels * itemsize
-        query = row.queries * (layer.q_heads + layer.kv_heads) * layer.head_dim * itemsize
-        result = row.queries * layer.q_heads * (layer.value_dim * itemsize + _LSE_BYTES)
-        merged = row.queries * layer.q_heads * (layer.value_dim * 4 + _LSE_BYTES)
-        parts = len(row.parts)
-        both = min(parts, MERGED_AT_ONCE) * result + (merged if parts > MERGED_AT_ONCE else 0)
-        return gathered + query + both
+        rows, queries, results = most_scratch(tokens, length, UNIT, self.longest(length))
+        gathered = rows * layer.kv_heads * (layer.head_dim + layer.value_dim) * itemsize
+        query = queries * (layer.q_heads + layer.kv_heads) * layer.head_dim * itemsize
+        found = result_bytes(queries, layer.q_heads, layer.value_dim, itemsize, results)
+        return gathered + query + found
+
+    def longest(self, length: int) -> int:
+        """Most keys of a part of such a row."""
+        return LONGEST
 
 
 def _fetching(pools: tuple[Tensor, Tensor], table: Tensor, row: Parts, heads: int) -> Fetch:
@@ -194,6 +186,9 @@ class FlashBackend(GatheredBackend):
         channels = layer.head_dim + layer.value_dim
         operations = 2 * layer.q_heads * channels * whole.needed_pairs
         return whole if operations >= _FLASH_OPERATIONS else None
+
+    def longest(self, length: int) -> int:
+        return length
 
     def attend(self, q: Tensor, row: Parts, fetch: Fetch, layer: LayerSpec, out: Tensor) -> None:
         if self._function is None:

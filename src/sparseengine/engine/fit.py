@@ -83,7 +83,8 @@ def planned_table(
     architecture = resolved.spec.architecture
     model = MODELS.get(architecture)(resolved.source.hf_config, resolved.spec, device="meta")
     weights, activations = weight_bytes(model), estimated_activations(resolved)
-    activations += scratch_bytes(model, prompt_tokens)
+    chunk = resolved.config.scheduler.max_num_batched_tokens
+    activations += scratch_bytes(model, prompt_tokens, chunk)
     share = resolved.config.cache.gpu_memory_utilization
     left = int(memory_bytes * share) - weights - activations
     if left <= 0:

@@ -111,10 +111,10 @@ def estimated_activations(resolved: Resolved) -> int:
     return tokens * per_token + logits
 
 
-def scratch_bytes(model: Any, tokens: int) -> int:
-    """The most that a block of the model takes on top of a step's own tensors for a long row."""
+def scratch_bytes(model: Any, tokens: int, chunk: int) -> int:
+    """The most that a block takes on top of a step's own tensors for a chunk of a long row."""
     blocks = (m for m in model.modules() if hasattr(m, "scratch_bytes"))
-    return max((m.scratch_bytes(tokens) for m in blocks), default=0)
+    return max((m.scratch_bytes(tokens, chunk) for m in blocks), default=0)
 
 
 def attention_scratch_bytes(

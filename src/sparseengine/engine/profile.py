@@ -82,7 +82,8 @@ def profile(
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     longest = resolved.max_model_len  # a chunk of such a row takes more than the one above
-    activations += max(0, scratch_bytes(model, longest) - scratch_bytes(model, tokens))
+    wide, near = (scratch_bytes(model, n, tokens) for n in (longest, tokens))
+    activations += max(0, wide - near)
     wide, near = (
         attention_scratch_bytes(backends, resolved.spec, tokens, n) for n in (longest, tokens)
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,11 @@ from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.nn.norm import RMSNorm
 from sparseengine.nn.rope import Rotation
+from sparseengine.ops.dense import LONGEST_MADE, UNIT
+from sparseengine.ops.parts import Part, most_scratch, padded, result_bytes
 
 _NORM_EPS = 1e-6  # of the norms inside the block, whatever the config says of the others
-_EXPANDED_BYTES = 1 << 28  # keys and values of a row that exist at one time, some heads at a time
+_EXPANDED_BYTES = 1 << 29  # keys and values of a part of a row, some heads at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,25 +214,38 @@ class LatentAttention(nn.Module):
         dims = self.dims
         first, end = at.span(chunk)
         rows = at.gather("keys", chunk)[0]  # [L, kv_rank + rope]
-        latent, rope = torch.split(rows, [dims.kv_rank, dims.rope], dim=-1)
-        step = self._heads_at_once(rows.shape[0], rows.element_size())
+        step = self._heads_at_once(end - first, rows.shape[0], rows.element_size())
         parts = []
         for h in range(0, dims.heads, step):
-            weight = self.kv_b_proj.per_head()[h : h + step]  # [h, nope + value, kv_rank]
-            both = torch.unflatten(latent @ weight.flatten(0, 1).T, 1, (len(weight), -1))
-            nope, values = torch.split(both, [dims.nope, dims.value], dim=-1)
-            keys = torch.cat((nope, rope[:, None].expand(-1, len(weight), -1)), dim=-1)
+            fetch = partial(self._expand, rows, self.kv_b_proj.per_head()[h : h + step])
             here = query[first:end, h : h + step]
-            parts.append(ops.dense_attention(here, keys, values, self.scale))
+            parts.append(ops.attend_row(here, rows.shape[0], dims.value, fetch, self.scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _heads_at_once(self, length: int, itemsize: int) -> int:
-        head_bytes = length * (self.dims.query + self.dims.value) * itemsize
+    def _expand(self, rows: Tensor, weight: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """Keys [n, h, query] and values [n, h, value] of a part, weight [h, nope + value, rank].
+
+        Zero rows behind the row's end expand to zeros.
+        """
+        dims, heads = self.dims, weight.shape[0]
+        mine = padded(rows[part.first : part.first + part.rows], 0, part.rows)
+        latent, rope = torch.split(mine, [dims.kv_rank, dims.rope], dim=-1)
+        both = torch.unflatten(latent @ weight.flatten(0, 1).T, 1, (heads, -1))
+        nope, values = torch.split(both, [dims.nope, dims.value], dim=-1)
+        return torch.cat((nope, rope[:, None].expand(-1, heads, -1)), dim=-1), values
+
+    def _heads_at_once(self, chunk: int, length: int, itemsize: int) -> int:
+        keys = most_scratch(chunk, length, UNIT, LONGEST_MADE)[0]
+        head_bytes = keys * (self.dims.query + self.dims.value) * itemsize
         return max(1, min(self.dims.heads, _EXPANDED_BYTES // max(head_bytes, 1)))
 
-    def scratch_bytes(self, length: int) -> int:
-        """What expanding a row of `length` tokens takes: the gathered row, and heads from it."""
+    def scratch_bytes(self, length: int, chunk: int) -> int:
+        """What a chunk in a row of `length` tokens takes: the gathered row, and parts of heads."""
         dims, itemsize = self.dims, self.kv_b_proj.weight.element_size()
-        row = 3 * length * (dims.kv_rank + dims.rope)  # gathered, masked, and in order
-        head = length * (dims.nope + dims.value + dims.query)
-        return (row + self._heads_at_once(length, itemsize) * head) * itemsize
+        if not length:
+            return 0
+        row = 3 * length * (dims.kv_rank + dims.rope) * itemsize  # gathered, masked, in order
+        heads = self._heads_at_once(chunk, length, itemsize)
+        keys, queries, results = most_scratch(chunk, length, UNIT, LONGEST_MADE)
+        part = keys * heads * (dims.nope + dims.value + dims.query) * itemsize
+        return row + part + result_bytes(queries, heads, dims.value, itemsize, results)

@@ -2,6 +2,7 @@
 
 from sparseengine.ops.dispatch import (
     add_rms_norm,
+    attend_row,
     compact,
     copy_pages,
     dense_attention,
@@ -23,6 +24,7 @@ from sparseengine.ops.dispatch import (
 
 __all__ = [
     "add_rms_norm",
+    "attend_row",
     "compact",
     "copy_pages",
     "dense_attention",

@@ -20,9 +20,9 @@ from sparseengine.ops.parts import (
     Part,
     Parts,
     attend_parts,
+    cut_freely,
     cut_row,
     padded,
-    two_parts,
 )
 
 _CPU_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -31,39 +31,51 @@ _CUDA_MAX_DIM = 256
 # cuDNN runs large parts 1.5 times (over pages) to twice (flash) as fast as the other kernels, but
 # plans every new pair of lengths for 40 ms. Below so many operations a layer it does not pay, nor
 # where padding takes more than a part of what it wins.
-UNIT, LONGEST = 512, 32768
+UNIT = 512
+LONGEST = 32768  # keys of a part that are gathered from pages
+LONGEST_MADE = 16384  # keys of a part that are computed, for more heads than are stored
 _CUDNN_OPERATIONS = 1e11
 _CUDNN_PADDING = 1.3
 
 
-def cut_for_cudnn(num_q: int, length: int, heads: int, channels: int) -> Parts | None:
+def cut_for_cudnn(
+    num_q: int, length: int, heads: int, channels: int, longest: int = LONGEST
+) -> Parts | None:
     """The row's parts where cuDNN pays; heads of queries, channels of a key and a value together.
 
     num_q of 0 has no parts.
     """
-    row = cut_row(num_q, length, UNIT, LONGEST) if num_q else None
+    row = cut_row(num_q, length, UNIT, longest) if num_q else None
     if row is None or 2 * heads * channels * row.needed_pairs < _CUDNN_OPERATIONS:
         return None
     return row if row.pairs <= _CUDNN_PADDING * row.needed_pairs else None
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, merge: Merge) -> Tensor | None:
-    """q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]; None where torch has no operator.
+def attend_row(
+    q: Tensor, length: int, value_dim: int, fetch: Fetch, scale: float, merge: Merge
+) -> Tensor | None:
+    """q [n, Hq, D], the last queries of a row of `length` keys -> [n, Hq, Dv].
 
-    Heads of different sizes are padded to the wider one where the operator wants equal ones.
+    fetch: keys [rows, Hkv, D] and values [rows, Hkv, Dv] of a part. None where torch has no
+    operator. Heads of different sizes are padded to the wider one where it wants equal ones.
     """
-    num_q, length, value_dim = q.shape[0], k.shape[0], v.shape[2]
     if not _has_operator(q, value_dim):
         return None
-    out = q.new_empty(num_q, q.shape[1], value_dim)
-    if num_q == 0:
-        return out
-    row = None
-    if q.device.type == "cuda" and runs_cudnn(q, k, v):
-        row = cut_for_cudnn(num_q, length, q.shape[1], q.shape[2] + value_dim)
-    fused = partial(fused_cudnn if row else _fused_flash, scale=scale)
-    attend_parts(q, row or two_parts(num_q, length), _slices(k, v), fused, merge, out)
+    out = q.new_empty(q.shape[0], q.shape[1], value_dim)
+    if q.shape[0]:
+        row, on_cudnn = plan_row(q, length, value_dim)
+        fused = partial(fused_cudnn if on_cudnn else _fused_flash, scale=scale)
+        attend_parts(q, row, fetch, fused, merge, out)
     return out
+
+
+def plan_row(q: Tensor, length: int, value_dim: int) -> tuple[Parts, bool]:
+    """Parts that `attend_row` would fetch, and whether cuDNN runs them."""
+    row = None
+    if q.device.type == "cuda" and runs_cudnn(q, value_dim):
+        channels = q.shape[2] + value_dim
+        row = cut_for_cudnn(q.shape[0], length, q.shape[1], channels, LONGEST_MADE)
+    return row or cut_freely(q.shape[0], length, LONGEST_MADE), row is not None
 
 
 def _has_operator(q: Tensor, value_dim: int) -> bool:
@@ -72,7 +84,9 @@ def _has_operator(q: Tensor, value_dim: int) -> bool:
     return q.dtype in _CUDA_DTYPES and max(q.shape[2], value_dim) <= _CUDA_MAX_DIM
 
 
-def _slices(k: Tensor, v: Tensor) -> Fetch:
+def slices_of(k: Tensor, v: Tensor) -> Fetch:
+    """Parts of keys [L, Hkv, D] and values [L, Hkv, Dv]."""
+
     def fetch(part: Part) -> tuple[Tensor, Tensor]:
         mine = slice(part.first, part.first + part.rows)
         return padded(k[mine], 0, part.rows), padded(v[mine], 0, part.rows)
@@ -80,9 +94,10 @@ def _slices(k: Tensor, v: Tensor) -> Fetch:
     return fetch
 
 
-def runs_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether cuDNN takes such tensors on this device: q [n, Hq, D], k, v [L, Hkv, D]."""
-    parts = (x.transpose(0, 1)[None] for x in (q, k, v))
+def runs_cudnn(q: Tensor, value_dim: int) -> bool:
+    """Whether cuDNN takes q [n, Hq, D] and values of `value_dim` channels on this device."""
+    values = q.new_empty(1, q.shape[1], value_dim)
+    parts = (x.transpose(0, 1)[None] for x in (q, q[:1], values))
     params = torch.backends.cuda.SDPAParams(*parts, None, 0.0, False, True)
     return torch.backends.cuda.can_use_cudnn_attention(params, False)
 

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from sparseengine.core.view import PackedTable
 from sparseengine.ops import cpu, dense, reference
+from sparseengine.ops.parts import Fetch, Part
 from sparseengine.ops.reference import gather_rows, merge_lse
 from sparseengine.ops.routing import RouterSpec
 
 __all__ = [
     "add_rms_norm",
+    "attend_row",
     "compact",
     "copy_pages",
     "dense_attention",
@@ -130,8 +132,17 @@ def moe_experts(
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
     """Causal, bottom-right: q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]."""
-    found = None if softcap else dense.dense_attention(q, k, v, scale, merge_parts)
-    return reference.dense_attention(q, k, v, scale, softcap) if found is None else found
+    if softcap:
+        return reference.dense_attention(q, k, v, scale, softcap)
+    return attend_row(q, k.shape[0], v.shape[2], dense.slices_of(k, v), scale)
+
+
+def attend_row(q: Tensor, length: int, value_dim: int, fetch: Fetch, scale: float) -> Tensor:
+    """`dense_attention` over keys and values that exist part by part, as `fetch` makes them."""
+    found = dense.attend_row(q, length, value_dim, fetch, scale, merge_parts)
+    if found is None:
+        found = reference.dense_attention(q, *fetch(Part(0, length, causal=True)), scale)
+    return found
 
 
 def gather_part(

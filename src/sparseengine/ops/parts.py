@@ -73,11 +73,31 @@ def cut_row(num_q: int, length: int, unit: int, longest: int) -> Parts:
     return Parts(num_q, length, queries, length - num_q - bound, tuple(parts))
 
 
-def two_parts(num_q: int, length: int) -> Parts:
-    """The uncut form, for operators that take any lengths."""
+def cut_freely(num_q: int, length: int, longest: int) -> Parts:
+    """The form without padding, for operators that take any lengths."""
     old = length - num_q
-    parts = [Part(0, old, causal=False)] if old else []
+    parts = [Part(n, min(longest, old - n), causal=False) for n in range(0, old, longest)]
     return Parts(num_q, length, num_q, 0, (*parts, Part(old, num_q, causal=True)))
+
+
+def most_scratch(chunk: int, length: int, unit: int, longest: int) -> tuple[int, int, int]:
+    """(keys of the largest part, query rows, results that exist at one time), upper bounds.
+
+    For a chunk of `chunk` tokens at the end of a row of `length`, or of a shorter one. Of more
+    than `MERGED_AT_ONCE` results, one is wide: a merge of others.
+    """
+    old = max(length - chunk, 0)
+    queries = min(chunk, length) + (2 * unit if old else unit)
+    kinds = (min(old, longest) // unit).bit_length()
+    parts = 1 + old // longest + kinds
+    return max(min(old, longest), queries), queries, min(parts, MERGED_AT_ONCE + 1)
+
+
+def result_bytes(queries: int, heads: int, value_dim: int, itemsize: int, results: int) -> int:
+    """Bytes of that many results with their log-sum-exps."""
+    rows, wide = queries * heads, results > MERGED_AT_ONCE
+    channels = (results - wide) * value_dim * itemsize + wide * value_dim * 4
+    return rows * (channels + 4 * results)
 
 
 def attend_parts(
