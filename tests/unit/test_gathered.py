@@ -27,6 +27,7 @@ from sparseengine.ops.parts import Part, attend_parts, cut_row
 
 HOPPER = DeviceCaps(kind="cuda", arch=(9, 0), multiprocessors=132, has_triton=True, cudnn=91002)
 LAYER = LayerSpec(kind=LayerKind.FULL, q_heads=32, kv_heads=8, head_dim=128, value_dim=128)
+WIDE = replace(LAYER, head_dim=256, value_dim=256)
 MODEL = ModelSpec(
     layers=(LAYER,), vocab_size=9, hidden_size=9, max_position=9, dtype=torch.bfloat16
 )
@@ -174,6 +175,9 @@ def test_flash_attention_when_installed(monkeypatch: pytest.MonkeyPatch, as_tupl
         ({}, replace(HOPPER, cudnn=0), "triton", "torch has none"),
         ({}, replace(HOPPER, cudnn=8900), "triton", "90100"),
         ({}, replace(HOPPER, arch=(8, 0)), "triton", "9.0"),
+        ({"layer": WIDE}, HOPPER, "cudnn", ""),
+        ({"layer": WIDE}, replace(HOPPER, cudnn=90501), "triton", "91000"),
+        ({"layer": WIDE}, replace(HOPPER, arch=(10, 0)), "triton", "128 channels"),
         ({}, replace(HOPPER, has_triton=False), "reference", "triton backend"),
     ],
 )

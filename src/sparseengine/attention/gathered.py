@@ -24,6 +24,7 @@ from sparseengine.ops.parts import Fetch, Part, Parts, attend_parts, most_scratc
 
 _MIN_ARCH = (9, 0)  # what these operators' fast kernels are written for
 _MIN_CUDNN = 90100
+_USUAL_DIM, _WIDE_ARCH, _MIN_CUDNN_WIDE = 128, (9, 0), 91000  # where it takes up to 256 channels
 
 
 class GatheredBackend(TritonBackend):
@@ -50,13 +51,13 @@ class GatheredBackend(TritonBackend):
         if layer.head_dim % 8 or layer.value_dim % 8:
             dims = f"{layer.head_dim} and {layer.value_dim}"
             return Support(False, f"wants head dims in multiples of 8, not {dims}")
-        obstacle = self.obstacle(device)
+        obstacle = self.obstacle(device, layer)
         if obstacle:
             return Support(False, obstacle)
         return Support(True, f"{self.operator} for long prompt chunks, else {paged.reason}")
 
-    def obstacle(self, device: DeviceCaps) -> str:
-        """Why the operator is not there; empty when it is."""
+    def obstacle(self, device: DeviceCaps, layer: LayerSpec) -> str:
+        """Why the operator cannot run such a layer here; empty when it can."""
         raise NotImplementedError
 
     def cut(self, num_q: int, length: int, layer: LayerSpec) -> Parts | None:
@@ -137,11 +138,15 @@ class CudnnBackend(GatheredBackend):
     name = "cudnn"
     operator = f"cuDNN over parts of {UNIT} to {LONGEST} gathered keys"
 
-    def obstacle(self, device: DeviceCaps) -> str:
-        if device.cudnn >= _MIN_CUDNN:
+    def obstacle(self, device: DeviceCaps, layer: LayerSpec) -> str:
+        wide = max(layer.head_dim, layer.value_dim) > _USUAL_DIM
+        if wide and device.arch != _WIDE_ARCH:
+            return f"takes more than {_USUAL_DIM} channels on capability 9.0 only: {device.arch}"
+        least = _MIN_CUDNN_WIDE if wide else _MIN_CUDNN
+        if device.cudnn >= least:
             return ""
         found = f"found {device.cudnn}" if device.cudnn else "torch has none"
-        return f"needs cuDNN {_MIN_CUDNN} or newer: {found}"
+        return f"needs cuDNN {least} or newer: {found}"
 
     def cut(self, num_q: int, length: int, layer: LayerSpec) -> Parts | None:
         return cut_for_cudnn(num_q, length, layer.q_heads, layer.head_dim + layer.value_dim)
@@ -176,7 +181,7 @@ class FlashBackend(GatheredBackend):
     def __init__(self) -> None:
         self._function: Any = None
 
-    def obstacle(self, device: DeviceCaps) -> str:
+    def obstacle(self, device: DeviceCaps, layer: LayerSpec) -> str:
         if flash_module() is None:
             return f"none of {', '.join(_FLASH_MODULES)} is installed"
         return ""

@@ -96,8 +96,8 @@ def slices_of(k: Tensor, v: Tensor) -> Fetch:
 
 def runs_cudnn(q: Tensor, value_dim: int) -> bool:
     """Whether cuDNN takes q [n, Hq, D] and values of `value_dim` channels on this device."""
-    values = q.new_empty(1, q.shape[1], value_dim)
-    parts = (x.transpose(0, 1)[None] for x in (q, q[:1], values))
+    keys, values = (q.new_empty(UNIT, q.shape[1], d) for d in (q.shape[2], value_dim))
+    parts = (x.transpose(0, 1)[None] for x in (q, keys, values))
     params = torch.backends.cuda.SDPAParams(*parts, None, 0.0, False, True)
     return torch.backends.cuda.can_use_cudnn_attention(params, False)
 
