@@ -70,6 +70,7 @@ def test_cuts_of_prompts_in_chunks_repeat_few_sizes() -> None:
 def test_short_chunks_and_much_padding_do_not_pay() -> None:
     assert dense.cut_for_cudnn(0, 0, 32, 256) is None
     assert dense.cut_for_cudnn(512, 512, 32, 256) is None
+    assert dense.cut_for_cudnn(4096, 4096, 32, 256) is None
     assert dense.cut_for_cudnn(1, 131072, 32, 256) is None
     assert dense.cut_for_cudnn(8192, 8192, 32, 256) is not None
     assert dense.cut_for_cudnn(2048, 32768, 32, 256) is not None

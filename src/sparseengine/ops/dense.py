@@ -34,7 +34,7 @@ _CUDA_MAX_DIM = 256
 UNIT = 512
 LONGEST = 32768  # keys of a part that are gathered from pages
 LONGEST_MADE = 16384  # keys of a part that are computed, for more heads than are stored
-_CUDNN_OPERATIONS = 1e11
+_CUDNN_OPERATIONS = 2e11
 _CUDNN_PADDING = 1.3
 
 
