@@ -74,21 +74,18 @@ class GatheredBackend(TritonBackend):
             super()._prefill(q, view, layer, out)
             return
         assert view.host is not None
-        keys, first, starts = (
-            _keys(view, layer, walks_packed=False),
-            view.num_single,
-            view.host.starts,
-        )
-        for span, row in rows.items():
-            if span > first:
-                self._paged(q, view, layer, out, keys, first, span)
-            mine, table = slice(starts[span], starts[span + 1]), keys[0].table
-            assert isinstance(table, Tensor)
-            fetch = _fetching((keys[0].k, keys[0].v), table[span], row, layer.kv_heads)
-            self.attend(q[mine], row, fetch, layer, out[mine])
+        keys, starts = _keys(view, layer, walks_packed=False), view.host.starts
+        first, spans = view.num_single, len(starts) - 1
+        for span in (*rows, spans):
+            if span > first:  # the shorter ones between two long ones, in one launch
+                longest = max(starts[i + 1] - starts[i] for i in range(first, span))
+                self._paged(q, view, layer, out, keys, first, span, longest)
             first = span + 1
-        if first < len(starts) - 1:
-            self._paged(q, view, layer, out, keys, first)
+            if span < spans:
+                mine, table = slice(starts[span], starts[first]), keys[0].table
+                assert isinstance(table, Tensor)
+                fetch = _fetching((keys[0].k, keys[0].v), table[span], rows[span], layer.kv_heads)
+                self.attend(q[mine], rows[span], fetch, layer, out[mine])
 
     def _long_rows(self, view: AttentionView, layer: LayerSpec) -> dict[int, Parts]:
         """Spans that the operator takes, in order."""

@@ -111,8 +111,12 @@ class TritonBackend:
         keys: list[Keys],
         first: int,
         stop: int | None = None,
+        max_q: int = 0,
     ) -> None:
-        """Spans first .. stop (of views of several segments: all from the first long one on)."""
+        """Spans first .. stop (of views of several segments: all from the first long one on).
+
+        max_q: the longest of them, 0 for that of the view.
+        """
         from sparseengine.ops.triton.attention import paged_prefill
 
         scale = layer.softmax_scale
@@ -120,7 +124,7 @@ class TritonBackend:
             cu_q = view.cu_q if stop is None else view.cu_q[: stop + 1]
             paged_prefill(
                 q, keys[0], cu_q, out, None, scale, view.window,
-                max_q=view.max_q, first_span=first, softcap=layer.softcap,
+                max_q=max_q or view.max_q, first_span=first, softcap=layer.softcap,
             )  # fmt: skip
             return
         outs, lses = [], []

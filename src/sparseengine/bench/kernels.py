@@ -11,15 +11,20 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseengine import ops
+from sparseengine.attention.caps import device_caps
+from sparseengine.attention.gathered import CudnnBackend, FlashBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
+from sparseengine.core.attention import AttentionNeed
 from sparseengine.core.specs import LayerKind, LayerSpec
-from sparseengine.core.view import AttentionView, Segment
+from sparseengine.core.view import AttentionView, HostRows, Segment
 from sparseengine.errors import ConfigError
 from sparseengine.ops import reference
 
@@ -91,7 +96,9 @@ def head_view(lens: Sequence[int], queries: Sequence[int]) -> AttentionView:
     )
     cu_q = torch.tensor([0, *queries], device="cuda").cumsum(0, dtype=torch.int32)
     singles = len(queries) if max(queries) == 1 else 0
-    return AttentionView((segment,), cu_q, None, singles, max(queries), max(lens))
+    starts = tuple(accumulate(queries, initial=0))
+    host = HostRows(starts, np.array(lens, np.int32)[:, None].repeat(HEADS, 1))
+    return AttentionView((segment,), cu_q, None, singles, max(queries), max(lens), host)
 
 
 def _queries(count: int) -> Tensor:
@@ -182,15 +189,19 @@ def bench_uneven_decode(bench: Bench) -> None:
 
 
 def bench_prefill(bench: Bench, context: int, chunk: int) -> None:
-    view, q, backend = head_view([context], [chunk]), _queries(chunk), TritonBackend()
-    got = backend.run(q, view, LAYER, None)
+    """Every backend for prompts that the device can run."""
+    view, q = head_view([context], [chunk]), _queries(chunk)
     last = AttentionView(view.segments, torch.tensor([0, 64], device="cuda"), None, 0, 64, context)
     want = ReferenceBackend().run(q[-64:].float(), last, LAYER, None)
     pairs = chunk * context - chunk * (chunk - 1) // 2
     flop, num_bytes = 4 * pairs * HEADS * GROUP * DIM, 2 * 2 * context * HEADS * DIM
-    call = lambda: backend.run(q, view, LAYER, None)  # noqa: E731
-    error = relative_error(got[-64:], want)
-    bench.add(f"prefill {chunk} of {context}", [call], num_bytes, error, flop)
+    need = AttentionNeed(layer=LAYER, dtype=q.dtype, page_size=PAGE, per_head=True)
+    for backend in (TritonBackend(), CudnnBackend(), FlashBackend()):
+        if backend.supports(need, device_caps("cuda")).ok:
+            error = relative_error(backend.run(q, view, LAYER, None)[-64:], want)
+            call = partial(backend.run, q, view, LAYER, None)
+            name = f"prefill {chunk} of {context}, {backend.name}"
+            bench.add(name, [call], num_bytes, error, flop)
 
 
 def bench_sdpa(bench: Bench, context: int) -> None:
