@@ -255,6 +255,7 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
     wide = draw(tokens, 203)
     x, residual = wide[:, :96], draw(tokens, 96)
     for weight in (draw(96), draw(96).float()):
+        assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), dtype)
         want = reference.add_rms_norm(x, residual, weight, 1e-6)
         for found, twin in zip(kernels.add_rms_norm(x, residual, weight, 1e-6), want, strict=True):
             assert_close(found, twin, dtype)

@@ -108,7 +108,7 @@ class GroupCache:
         if self.page_aux and delta.num_new:
             fresh = self.upload(delta.new_pages).long()
             for aux in self.page_aux.values():
-                aux[fresh] = 0
+                aux[fresh] = aux.new_zeros(())
         self._draft, self._tokens, self._step = draft, tokens, None
 
     def current(self) -> StepTensors:
