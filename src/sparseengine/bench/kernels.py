@@ -148,7 +148,7 @@ def bench_prefill(bench: Bench) -> None:
     others = [
         b
         for b in (CudnnBackend(), FlashBackend())
-        if b.supports(need, device_caps(bench.device.type)).ok
+        if b.supports(need, device_caps(bench.device)).ok
     ]
     for context, chunk in bench.some((8192, 8192), (32768, 8192), (32768, 2048)):
         context, chunk = bench.size(context, 8), bench.size(chunk, 8)
