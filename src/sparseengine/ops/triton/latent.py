@@ -41,26 +41,24 @@ WIDE = Tuning(keys=64, warps=8, stages=2)
 
 @cache
 def _warpgroup_kernel(device: torch.device) -> ModuleType | None:
-    """The kernel of warpgroup matrix instructions, where the device and Triton have them."""
+    """The decode kernel of warpgroup matrix instructions, where the device and Triton have them."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     try:
         from sparseengine.ops.triton import latent_wgmma
-    except (ImportError, AttributeError):  # Gluon is young: its names move between versions
+    except (ImportError, AttributeError):  # Gluon's names still move between versions of Triton
         return None
     return latent_wgmma
 
 
-def plan_waves(
-    programs: int, max_len: int, processors: int, at_once: int = _PER_PROCESSOR
-) -> tuple[int, int]:
+def plan_waves(programs: int, max_len: int, processors: int) -> tuple[int, int]:
     """(splits per tile, fewest tokens of a split) from host facts.
 
-    programs: tiles of pairs without splits. A processor runs `at_once` at a time, so that programs
-    come in waves; the choice is the one whose waves take the fewest tokens. Each program costs
-    `_OVERHEAD_TOKENS` on top. Rows shorter than max_len take fewer splits.
+    programs: tiles of pairs without splits. A processor runs `_PER_PROCESSOR` at a time, so that
+    programs come in waves; the choice is the one whose waves take the fewest tokens. Each program
+    costs `_OVERHEAD_TOKENS` on top. Rows shorter than max_len take fewer splits.
     """
-    slots, max_len = at_once * processors, max(max_len, 1)
+    slots, max_len = _PER_PROCESSOR * processors, max(max_len, 1)
     least = -(-max_len // _MAX_SPLIT_TOKENS)
     most = min(-(-max_len // _MIN_SPLIT_TOKENS), _MAX_SPLITS)
 
@@ -228,18 +226,17 @@ def paged_latent(
     spans, value_dim = cu_q.shape[0] - 1 - first_span, out.shape[2]
     if spans <= 0 or tokens == 0:
         return
+    kernel = _warpgroup_kernel(q.device)
+    if kernel is not None and max_q == 1 and tokens == spans and len(segments) == 1:
+        if kernel.serves(q, segments[0], value_dim):
+            kernel.latent_decode(q, segments[0], out, scale, softcap)
+            return
     pairs = min(_MAX_PAIRS, max(16, int(triton.next_power_of_2(max_q * q_heads))))
     tiles = triton.cdiv(max_q * q_heads, pairs)
-    kernel = _warpgroup_kernel(q.device)
-    if kernel is not None and not all(
-        kernel.serves(q, keys.k, value_dim, pairs) for keys in segments
-    ):
-        kernel = None
-    at_once = kernel.TUNINGS[pairs].programs if kernel is not None else _PER_PROCESSOR
     plans = []
     for keys in segments:
         longest = keys.longest(max_len)
-        plans.append(plan_waves(spans * tiles, longest, multiprocessors(q.device), at_once))
+        plans.append(plan_waves(spans * tiles, longest, multiprocessors(q.device)))
     total = sum(n for n, _ in plans)
     part, lse = out, None
     if total > 1:
@@ -248,23 +245,8 @@ def paged_latent(
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     first = 0
     for keys, plan in zip(segments, plans, strict=True):
-        args = (
-            q, keys.k, *keys.place(), keys.lens, keys.total, keys.base, cu_q, part, lse,
-            *capped(scale, softcap), tiles, first_span, *plan, first, total,
-            *q.stride()[:2], *part.stride()[:2], 0 if lse is None else part.stride(2),
-            keys.k.stride(0), keys.k.stride(2), keys.lens.stride(0),
-        )  # fmt: skip
-        facts = {
-            "HEADS": q_heads, "VDIM": value_dim, "ROPE": keys.k.shape[3] - value_dim,
-            "PAGE": keys.page_size, "BLOCK_M": pairs, "SINGLE": max_q == 1,
-            "MULTI": keys.total is not None, "DIRECT": lse is None,
-            "PACKED": isinstance(keys.table, PackedTable), "SOFTCAP": softcap != 0,
-        }  # fmt: skip
-        grid = (spans * tiles, plan[0])
-        if kernel is not None:
-            kernel.launch(grid, args, facts)
-        else:
-            _launch(grid, args, facts)
+        _launch(q, keys, cu_q, part, lse, (scale, softcap), (pairs, tiles), plan, first,
+                first_span, spans, max_q == 1)  # fmt: skip
         first += plan[0]
     if lse is not None:
         _merge_kernel[(tokens * q_heads,)](
@@ -274,15 +256,27 @@ def paged_latent(
         )  # fmt: skip
 
 
-def _launch(grid: tuple[int, int], args: tuple[object, ...], facts: dict[str, int]) -> None:
-    q = args[0]
-    assert isinstance(q, Tensor)
-    value_dim, rope, pairs = facts["VDIM"], facts["ROPE"], facts["BLOCK_M"]
+def _launch(
+    q: Tensor, keys: Keys, cu_q: Tensor, part: Tensor, lse: Tensor | None,
+    logits: tuple[float, float], shape: tuple[int, int], plan: tuple[int, int], first: int,
+    first_span: int, spans: int, single: bool,
+) -> None:  # fmt: skip
+    pool, value_dim = keys.k, part.shape[-1]
+    pairs, tiles = shape
+    rope = pool.shape[3] - value_dim
     block_c, block_r = (max(16, int(triton.next_power_of_2(n))) for n in (value_dim, rope))
     row_bytes = (block_c + block_r) * q.element_size()
     tuning = WIDE if pairs > 32 else NARROW
     tuning = tuning.fitted(row_bytes, shared_memory_bytes(q.device) - row_bytes * pairs)
-    _latent_kernel[grid](
-        *args, **facts, BLOCK_C=block_c, BLOCK_R=block_r, BLOCK_N=tuning.keys,
-        PRECISION=dot_precision(q.dtype), num_warps=tuning.warps, num_stages=tuning.stages,
+    _latent_kernel[(spans * tiles, plan[0])](
+        q, pool, *keys.place(), keys.lens, keys.total, keys.base, cu_q, part, lse,
+        *capped(*logits), tiles, first_span, *plan, first, 1 if lse is None else lse.shape[2],
+        *q.stride()[:2], *part.stride()[:2], 0 if lse is None else part.stride(2),
+        pool.stride(0), pool.stride(2), keys.lens.stride(0),
+        HEADS=q.shape[1], VDIM=value_dim, BLOCK_C=block_c, ROPE=rope, BLOCK_R=block_r,
+        PAGE=keys.page_size, BLOCK_M=pairs, BLOCK_N=tuning.keys, SINGLE=single,
+        MULTI=keys.total is not None, DIRECT=lse is None,
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=logits[1] != 0,
+        PRECISION=dot_precision(q.dtype),
+        num_warps=tuning.warps, num_stages=tuning.stages,
     )  # fmt: skip

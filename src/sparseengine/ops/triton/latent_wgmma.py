@@ -1,10 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 # (Gluon kernels take pointers and compile-time constants, which Python types cannot express.)
-"""Latent attention by warpgroup matrix instructions (compute capability 9.x), 16-bit rows.
+"""Latent decode attention by warpgroup matrix instructions (compute capability 9.x), 16-bit rows.
 
-The products are transposed: a tile of 64 rows is the 64-row side of `wgmma`, and the (query, head)
-pairs, 16 to 64 of them, are its narrow side. A tile is copied to shared memory once and serves as
-key and, transposed by the instruction, as value: O^T += V^T P^T.
+The products are transposed: a tile of 64 rows is the 64-row side of `wgmma`, and the heads, 16 to
+64 of them, are its narrow side. A tile is copied to shared memory once and serves as key and,
+transposed by the instruction, as value: O^T += V^T P^T.
+
+Each program takes an equal run of all spans' tiles, whatever the spans' lengths, so that there are
+no waves: a span that lies in one run is written at once, the parts of the others are merged.
 """
 
 from __future__ import annotations
@@ -12,20 +15,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from sparseengine.core.view import PackedTable
 from sparseengine.ops.triton import keys as _keys
-from sparseengine.ops.triton.launch import shared_memory_bytes
+from sparseengine.ops.triton.attention import capped
+from sparseengine.ops.triton.keys import Keys
+from sparseengine.ops.triton.launch import multiprocessors, shared_memory_bytes
 
 _TILE = 64  # rows of a tile: the instruction's
+_SPANS = 1024  # spans whose lengths are summed at a time
+_LEAST = 2  # tiles of a program, where there are few
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
+class _Tuning:
     """Warps of a program, tiles in shared memory, programs that a multiprocessor runs at once."""
 
     warps: int
@@ -33,23 +43,15 @@ class Tuning:
     programs: int
 
 
-TUNINGS = {  # by pairs of a tile
-    16: Tuning(warps=4, stages=1, programs=2),
-    32: Tuning(warps=4, stages=1, programs=2),
-    64: Tuning(warps=8, stages=2, programs=1),
+_TUNINGS = {  # by heads of a program
+    16: _Tuning(warps=4, stages=1, programs=2),
+    32: _Tuning(warps=4, stages=1, programs=2),
+    64: _Tuning(warps=8, stages=2, programs=1),
 }
 # Triton 3.6 and 3.9 name these differently.
 _copy = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_row_place = gluon.jit(_keys.row_place.fn)
 _row_table = gluon.jit(_keys.row_table.fn)
-
-
-@gluon.constexpr_function
-def _wide(channels, warps):
-    """Threads take 8 channels each, a row's channels first."""
-    lanes = min(channels // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -58,191 +60,364 @@ def _swizzled(channels):
 
 
 @gluon.jit
-def _row_ids(ids, n0, hi, layout: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr):
-    """Pages of the rows n0.. of a tile; rows past the end repeat the last, whose weight is 0."""
-    n = gl.minimum(n0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout)), hi - 1)
-    return gl.load(ids + n // PAGE)
+def _count(lens, lens_ss, items, v, TILES: gl.constexpr, TILE: gl.constexpr):
+    """Tiles of the items v. Item v is heads v % TILES * BLOCK_M.. of span v // TILES."""
+    n = gl.load(lens + (v // TILES).to(gl.int64) * lens_ss, mask=v < items, other=0)
+    return gl.cdiv(n, TILE)
 
 
 @gluon.jit
-def _fetch(
-    to, pool, page, n0, hi, pool_sn, pool_sp,
-    layout: gl.constexpr, PAGE: gl.constexpr, TILE: gl.constexpr, CHANNELS: gl.constexpr,
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _run(
+    lens, lens_ss, items,
+    TILES: gl.constexpr, TILE: gl.constexpr, BLOCK: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
+    """(first tile, end, first item, first tile of that item) of this program's run."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    v = gl.arange(0, BLOCK, layout=layout)
+    total = 0
+    for v0 in range(0, items, BLOCK):
+        total += gl.sum(_count(lens, lens_ss, items, v0 + v, TILES, TILE), 0)
+    each = gl.maximum(gl.cdiv(total, gl.num_programs(0)), LEAST)
+    start = gl.program_id(0) * each
+    item, begin, done = 0, 0, 0
+    for v0 in range(0, items, BLOCK):
+        ends = done + gl.associative_scan(
+            _count(lens, lens_ss, items, v0 + v, TILES, TILE), 0, _add
+        )
+        past = ends <= start
+        item += gl.sum(past.to(gl.int32), 0)
+        begin = gl.maximum(begin, gl.max(gl.where(past, ends, 0), 0))
+        done = gl.max(ends, 0)
+    return start, gl.minimum(start + each, total), item, begin
+
+
+@gluon.jit
+def _heads(item, layout: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr):
+    return item % TILES * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
+
+
+@gluon.jit
+def _load_queries(
+    q, x, y, item, q_st, q_sh, layout: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
+    BLOCK_M: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr,
+):  # fmt: skip
+    head = _heads(item, gl.SliceLayout(1, layout), TILES, BLOCK_M)
+    at = q + (item // TILES).to(gl.int64) * q_st + (head * q_sh)[:, None]
+    c = gl.arange(0, VDIM, layout=gl.SliceLayout(0, layout))
+    r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
+    real = (head < HEADS)[:, None]
+    x.store(gl.load(at + c[None, :], mask=real, other=0.0))
+    y.store(gl.load(at + VDIM + r[None, :], mask=real, other=0.0))
+
+
+@gluon.jit
+def _place(pages, n0, hi, pool_sn, pool_sp, layout: gl.constexpr, PAGE: gl.constexpr,
+           TILE: gl.constexpr):  # fmt: skip
+    """Offsets of the rows n0.. of a tile; those past the end repeat the last: their weight is 0."""
     n = gl.minimum(n0 + gl.arange(0, TILE, layout=gl.SliceLayout(1, layout)), hi - 1)
-    at = page.to(gl.int64) * pool_sn + (n % PAGE) * pool_sp  # pools exceed 2^31 elements
-    c = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, layout))
-    _copy(to, pool + at[:, None] + c[None, :])
+    page = gl.load(pages + n // PAGE)
+    return page.to(gl.int64) * pool_sn + (n % PAGE) * pool_sp  # pools exceed 2^31 elements
+
+
+@gluon.jit
+def _fetch(to, rows, at, layout: gl.constexpr):
+    c = gl.arange(0, to.shape[1], layout=gl.SliceLayout(0, layout))
+    _copy(to, rows + at[:, None] + c[None, :])
+
+
+@gluon.jit
+def _arrived(left: gl.constexpr):
+    """All but the last `left` copies are there for every thread and for the matrix units."""
+    async_copy.wait_group(left)
+    hopper.fence_async_shared()
+    _barrier()
+
+
+@gluon.jit
+def _add_values(acc, alpha, latent, p, FIRST: gl.constexpr, CHUNK: gl.constexpr):
+    v = latent.slice(FIRST, CHUNK, dim=1).permute((1, 0))
+    return hopper.warpgroup_mma(v, p, acc * alpha[None, :], is_async=True)
+
+
+@gluon.jit
+def _refill(left: gl.constexpr, acc, latent, pool, at, more, layout: gl.constexpr,
+            FIRST: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
+    """Await the product that reads a chunk of the values, then fetch that of a later tile."""
+    acc = hopper.warpgroup_mma_wait(left, deps=[acc])
+    _barrier()
+    if more:
+        _fetch(latent.slice(FIRST, CHUNK, dim=1), pool + FIRST, at, layout)
+    async_copy.commit_group()
+    return acc
+
+
+@gluon.jit
+def _write(to, stride, real, acc, inverse, FIRST: gl.constexpr, layout: gl.constexpr):
+    CHUNK: gl.constexpr = acc.shape[0]
+    m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
+    c = FIRST + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
+    value = (acc * inverse[None, :]).to(to.dtype.element_ty)
+    gl.store(to + (m * stride)[None, :] + c[:, None], value, mask=(m < real)[None, :])
+
+
+@gluon.jit
+def _write_all(to, stride, real, acc0, acc1, acc2, acc3, inverse, layout: gl.constexpr):
+    """Chunks of the values of the first `real` heads, each head `stride` after the other."""
+    CHUNK: gl.constexpr = acc0.shape[0]
+    _write(to, stride, real, acc0, inverse, 0, layout)
+    _write(to, stride, real, acc1, inverse, CHUNK, layout)
+    _write(to, stride, real, acc2, inverse, 2 * CHUNK, layout)
+    _write(to, stride, real, acc3, inverse, 3 * CHUNK, layout)
+
+
+@gluon.jit
+def _following(item, lens, lens_ss, TILES: gl.constexpr):
+    """The next item that has keys, and its length. There is one."""
+    item += 1
+    hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+    while hi == 0:
+        item += 1
+        hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+    return item, hi
+
+
+@gluon.jit
+def _advance(
+    item, n0, hi, pages, table, starts, widths, first_row, table_ss, table_sg, lens, lens_ss,
+    TILES: gl.constexpr, TILE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """The tile after n0.. of an item: (item, first row, rows of the item, its page ids)."""
+    n0 += TILE
+    if n0 >= hi:
+        item, hi = _following(item, lens, lens_ss, TILES)
+        n0 = 0
+        pages = _row_table(
+            table, starts, widths, first_row, table_ss, table_sg, (item // TILES).to(gl.int64), 0,
+            PACKED,
+        )  # fmt: skip
+    return item, n0, hi, pages
 
 
 @gluon.jit(
-    do_not_specialize=[
-        "tiles", "first_span", "splits", "split_tokens", "first_split", "all_splits",
-        "first_row", "table_ss", "table_sg", "lens_ss",
-    ],
-    do_not_specialize_on_alignment=["table", "starts", "widths", "lens", "total", "base", "cu_q"],
-)  # fmt: skip
-def latent_wgmma_kernel(
-    q, pool, table, starts, widths, first_row, table_ss, table_sg, lens, total, base, cu_q,
-    out, lse,
-    scale, cap, tiles, first_span, splits, split_tokens, first_split, all_splits,
-    q_st, q_sh, o_st, o_sh, o_ss, pool_sn, pool_sp, lens_ss,
-    HEADS: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr, PAGE: gl.constexpr,
-    BLOCK_M: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    SINGLE: gl.constexpr, MULTI: gl.constexpr,
-    DIRECT: gl.constexpr, PACKED: gl.constexpr, SOFTCAP: gl.constexpr,
+    do_not_specialize=["items", "ring", "first_row", "table_ss", "table_sg", "lens_ss"],
+    do_not_specialize_on_alignment=["table", "starts", "widths", "lens", "meta"],
+)
+def _latent_kernel(
+    q, pool, table, starts, widths, first_row, table_ss, table_sg, lens, out, part, lse, meta,
+    scale, cap, items, ring, q_st, q_sh, o_st, o_sh, pool_sn, pool_sp, lens_ss,
+    HEADS: gl.constexpr, TILES: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr,
+    PAGE: gl.constexpr, BLOCK_M: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    SPANS: gl.constexpr, LEAST: gl.constexpr, PACKED: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    """As `latent._latent_kernel`, whose arguments and results it shares."""
+    """One run of tiles.
+
+    A part is number (program + item): those of one item follow one another. part: [.., BLOCK_M,
+    VDIM], lse: [.., BLOCK_M] in log2 units; meta int32 [items, 2]: first part of an item and the
+    one after its last. Items of one part are written to out, empty ones not at all.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
+    CHUNK: gl.constexpr = VDIM // 4
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16]
     )
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    c_copy: gl.constexpr = _wide(VDIM, WARPS)
-    r_copy: gl.constexpr = _wide(ROPE, WARPS)
-    s_pairs: gl.constexpr = gl.SliceLayout(0, s_layout)
-    o_pairs: gl.constexpr = gl.SliceLayout(0, o_layout)
+    copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    s_heads: gl.constexpr = gl.SliceLayout(0, s_layout)
+    o_heads: gl.constexpr = gl.SliceLayout(0, o_layout)
     dtype: gl.constexpr = pool.dtype.element_ty
 
-    span, tile = (gl.program_id(0) // tiles).to(gl.int64), gl.program_id(0) % tiles
-    split = gl.program_id(1)
-    q0, queries = span, 1
-    if not SINGLE:
-        q0 = gl.load(cu_q + span + first_span).to(gl.int64)
-        queries = (gl.load(cu_q + span + first_span + 1) - q0).to(gl.int32)
-        q0 -= first_span  # the spans before the first hold one query each and are not in q
-    if tile * BLOCK_M < queries * HEADS:
-        span += first_span
-        length, whole, before = _row_place(lens, total, base, span, 0, 0, lens_ss, 0, 1, MULTI)
-        offset = whole - queries + 1 - before  # keys of this segment that the first query sees
-        last = gl.minimum((tile + 1) * BLOCK_M, queries * HEADS) - 1
-        end = gl.maximum(gl.minimum(offset + last // HEADS, length), 0)
-        mine = gl.minimum(gl.cdiv(end, split_tokens), splits)  # splits of this tile
-        size = gl.cdiv(gl.cdiv(end, gl.maximum(mine, 1)), TILE) * TILE
-        lo = split * size
-        hi = gl.minimum(lo + size, end)
-        m = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=s_pairs)
-        token = q0 + m // HEADS
-        row = (token * HEADS + m % HEADS) * all_splits + first_split + split
-        if hi + (1 if DIRECT else 0) > lo:  # an empty row's only split writes its zeros
-            ids = _row_table(
-                table, starts, widths, first_row, table_ss, table_sg, span, 0, PACKED
-            )  # fmt: skip
-            latents = gl.allocate_shared_memory(dtype, [STAGES, TILE, VDIM], _swizzled(VDIM))
-            ropes = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROPE], _swizzled(ROPE))
-            for i in gl.static_range(STAGES):
-                first = lo + i * TILE
-                if first < hi:
-                    page = _row_ids(ids, first, hi, c_copy, PAGE, TILE)
-                    _fetch(latents.index(i), pool, page, first, hi, pool_sn, pool_sp,
-                           c_copy, PAGE, TILE, VDIM)  # fmt: skip
-                    page = _row_ids(ids, first, hi, r_copy, PAGE, TILE)
-                    _fetch(ropes.index(i), pool + VDIM, page, first, hi, pool_sn, pool_sp,
-                           r_copy, PAGE, TILE, ROPE)  # fmt: skip
+    start, stop, item, begin = _run(lens, lens_ss, items, TILES, TILE, SPANS, LEAST)
+    if start < stop:
+        latents = gl.allocate_shared_memory(dtype, [STAGES, TILE, VDIM], _swizzled(VDIM))
+        ropes = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROPE], _swizzled(ROPE))
+        x = gl.allocate_shared_memory(dtype, [BLOCK_M, VDIM], _swizzled(VDIM))
+        y = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], _swizzled(ROPE))
+        weights = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], _swizzled(BLOCK_M))
+        n0 = (start - begin) * TILE
+        hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+        pages = _row_table(
+            table, starts, widths, first_row, table_ss, table_sg, (item // TILES).to(gl.int64), 0,
+            PACKED,
+        )  # fmt: skip
+        # The tile that is fetched next: `ahead` tiles past the one attended to.
+        far, far_n, far_hi = item, n0, hi
+        at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
+        for i in gl.static_range(STAGES):
+            more = start + i < stop
+            if more:
+                _fetch(ropes.index(i), pool + VDIM, at, copy)
+            async_copy.commit_group()
+            for j in gl.static_range(4):
+                if more:
+                    _fetch(latents.index(i).slice(j * CHUNK, CHUNK, dim=1), pool + j * CHUNK, at,
+                           copy)  # fmt: skip
                 async_copy.commit_group()
-            x = gl.allocate_shared_memory(dtype, [BLOCK_M, VDIM], _swizzled(VDIM))
-            y = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], _swizzled(ROPE))
-            p_shared = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], _swizzled(BLOCK_M))
-            mq = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, c_copy))
-            c = gl.arange(0, VDIM, layout=gl.SliceLayout(0, c_copy))
-            at = (q0 + mq // HEADS) * q_st + (mq % HEADS) * q_sh
-            x.store(gl.load(q + at[:, None] + c[None, :], mask=(mq < queries * HEADS)[:, None],
-                            other=0.0))  # fmt: skip
-            mq = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, r_copy))
-            r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, r_copy))
-            at = VDIM + (q0 + mq // HEADS) * q_st + (mq % HEADS) * q_sh
-            y.store(gl.load(q + at[:, None] + r[None, :], mask=(mq < queries * HEADS)[:, None],
-                            other=0.0))  # fmt: skip
-
-            peak = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=s_pairs)
-            parts = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-            acc = gl.zeros([VDIM, BLOCK_M], gl.float32, layout=o_layout)
-            zeros = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-            n = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
-            visible = gl.minimum(offset + m // HEADS, length)
-            stage = 0
-            page_c = _row_ids(ids, lo + STAGES * TILE, hi, c_copy, PAGE, TILE)
-            page_r = _row_ids(ids, lo + STAGES * TILE, hi, r_copy, PAGE, TILE)
-            for n0 in range(lo, hi, TILE):
-                async_copy.wait_group(STAGES - 1)
-                hopper.fence_async_shared()
-                _barrier()
+            if start + i + 1 < stop:
+                far, far_n, far_hi, pages = _advance(
+                    far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
+                    table_sg, lens, lens_ss, TILES, TILE, PACKED,
+                )  # fmt: skip
+                at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
+        n = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
+        stage, t = 0, start
+        while t < stop:
+            _load_queries(q, x, y, item, q_st, q_sh, copy, HEADS, TILES, BLOCK_M, VDIM, ROPE)
+            peak = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=s_heads)
+            norm = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
+            acc0 = gl.zeros([CHUNK, BLOCK_M], gl.float32, layout=o_layout)
+            acc1 = acc0
+            acc2 = acc0
+            acc3 = acc0
+            first = n0 == 0
+            end = gl.minimum(t + gl.cdiv(hi - n0, TILE), stop)
+            while t < end:
                 latent, rope = latents.index(stage), ropes.index(stage)
-                s = hopper.warpgroup_mma(rope, y.permute((1, 0)), zeros, use_acc=False,
-                                         is_async=True)  # fmt: skip
-                s = hopper.warpgroup_mma(latent, x.permute((1, 0)), s, is_async=True)
-                s = hopper.warpgroup_mma_wait(0, deps=[s])
-                s = s * scale
+                LEFT: gl.constexpr = 5 * STAGES - 1
+                _arrived(LEFT)
+                s = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
+                s = hopper.warpgroup_mma(rope, y.permute((1, 0)), s, use_acc=False, is_async=True)
+                for j in gl.static_range(4):
+                    _arrived(LEFT - 1 - j)
+                    s = hopper.warpgroup_mma(
+                        latent.slice(j * CHUNK, CHUNK, dim=1),
+                        x.slice(j * CHUNK, CHUNK, dim=1).permute((1, 0)), s, is_async=True,
+                    )  # fmt: skip
+                s = hopper.warpgroup_mma_wait(0, deps=[s]) * scale
                 if SOFTCAP:
                     s = cap - 2 * cap / (gl.exp2(s) + 1)
-                if SINGLE:
-                    seen = (n0 + n < hi)[:, None]
-                else:
-                    seen = (n0 + n)[:, None] < gl.minimum(visible, hi)[None, :]
-                s = gl.where(seen, s, float("-inf"))
+                s = gl.where((n0 + n < hi)[:, None], s, float("-inf"))
                 new = gl.maximum(peak, gl.max(s, 0))
-                ref = new
-                if not SINGLE:
-                    ref = gl.where(new == float("-inf"), 0.0, new)
-                p = gl.exp2(s - ref[None, :])
-                alpha = gl.exp2(peak - ref)
+                p = gl.exp2(s - new[None, :])
+                alpha = gl.exp2(peak - new)
                 peak = new
-                parts = parts * alpha[None, :] + p
-                p_shared.store(p.to(dtype))
+                norm = norm * alpha[None, :] + p
+                weights.store(p.to(dtype))
                 hopper.fence_async_shared()
                 _barrier()
-                acc = acc * gl.convert_layout(alpha, o_pairs)[None, :]
-                acc = hopper.warpgroup_mma(latent.permute((1, 0)), p_shared, acc, is_async=True)
-                acc = hopper.warpgroup_mma_wait(0, deps=[acc])
-                _barrier()
-                ahead = n0 + STAGES * TILE
-                if ahead < hi:
-                    _fetch(latent, pool, page_c, ahead, hi, pool_sn, pool_sp,
-                           c_copy, PAGE, TILE, VDIM)  # fmt: skip
-                    _fetch(rope, pool + VDIM, page_r, ahead, hi, pool_sn, pool_sp,
-                           r_copy, PAGE, TILE, ROPE)  # fmt: skip
+                a = gl.convert_layout(alpha, o_heads)
+                acc0 = _add_values(acc0, a, latent, weights, 0, CHUNK)
+                acc1 = _add_values(acc1, a, latent, weights, CHUNK, CHUNK)
+                acc2 = _add_values(acc2, a, latent, weights, 2 * CHUNK, CHUNK)
+                acc3 = _add_values(acc3, a, latent, weights, 3 * CHUNK, CHUNK)
+                more = t + STAGES < stop
+                if more:
+                    _fetch(rope, pool + VDIM, at, copy)
                 async_copy.commit_group()
-                page_c = _row_ids(ids, ahead + TILE, hi, c_copy, PAGE, TILE)
-                page_r = _row_ids(ids, ahead + TILE, hi, r_copy, PAGE, TILE)
-                stage = (stage + 1) % STAGES
-            norm = gl.sum(parts, 0)
-            safe = gl.where(norm > 0, norm, 1.0)
-            real = m < queries * HEADS
-            if not DIRECT:
-                value = gl.where(norm > 0, peak + gl.log2(safe), float("-inf"))
-                gl.store(lse + row, value, mask=real)
-            mo = tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=o_pairs)
-            to = (q0 + mo // HEADS) * o_st + (mo % HEADS) * o_sh + (first_split + split) * o_ss
-            c = gl.arange(0, VDIM, layout=gl.SliceLayout(1, o_layout))
-            acc = acc / gl.convert_layout(safe, o_pairs)[None, :]
-            gl.store(out + to[None, :] + c[:, None], acc.to(out.dtype.element_ty),
-                     mask=(mo < queries * HEADS)[None, :])  # fmt: skip
-        elif not DIRECT:
-            # An empty split says so in its lse; its output stays unwritten and is never read.
-            gl.store(lse + row, gl.full([BLOCK_M], float("-inf"), gl.float32, layout=s_pairs),
-                     mask=m < queries * HEADS)  # fmt: skip
+                acc0 = _refill(3, acc0, latent, pool, at, more, copy, 0, CHUNK)
+                acc1 = _refill(2, acc1, latent, pool, at, more, copy, CHUNK, CHUNK)
+                acc2 = _refill(1, acc2, latent, pool, at, more, copy, 2 * CHUNK, CHUNK)
+                acc3 = _refill(0, acc3, latent, pool, at, more, copy, 3 * CHUNK, CHUNK)
+                if t + STAGES + 1 < stop:
+                    far, far_n, far_hi, pages = _advance(
+                        far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
+                        table_sg, lens, lens_ss, TILES, TILE, PACKED,
+                    )  # fmt: skip
+                    at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
+                stage = (stage + 1) & ring
+                n0 += TILE
+                t += 1
+            sums = gl.sum(norm, 0)
+            inverse = gl.convert_layout(1.0 / sums, o_heads)
+            number, real = gl.program_id(0) + item, HEADS - item % TILES * BLOCK_M
+            if first & (n0 >= hi):
+                to = out + (item // TILES).to(gl.int64) * o_st + item % TILES * BLOCK_M * o_sh
+                _write_all(to, o_sh, real, acc0, acc1, acc2, acc3, inverse, o_layout)
+            else:
+                m = gl.arange(0, BLOCK_M, layout=s_heads)
+                gl.store(lse + number * BLOCK_M + m, peak + gl.log2(sums))
+                _write_all(part + number.to(gl.int64) * (BLOCK_M * VDIM), VDIM, real,
+                           acc0, acc1, acc2, acc3, inverse, o_layout)  # fmt: skip
+            if first:
+                gl.store(meta + 2 * item, number)
+            if n0 >= hi:
+                gl.store(meta + 2 * item + 1, number + 1)
+            if t < stop:
+                item, hi = _following(item, lens, lens_ss, TILES)
+                n0 = 0
 
 
-def serves(q: Tensor, pool: Tensor, value_dim: int, pairs: int) -> bool:
+@triton.jit(do_not_specialize=["lens_ss"], do_not_specialize_on_alignment=["lens", "meta"])
+def _merge_parts(
+    part, lse, meta, lens, out, lens_ss, o_st, o_sh,
+    HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, VDIM: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one (span, head), channels BLOCK_V at a time. Empty rows become zeros."""
+    span, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    item, m = span * TILES + head // BLOCK_M, head % BLOCK_M
+    c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first, end = 0, 0
+    if tl.load(lens + span * lens_ss) > 0:
+        first, end = tl.load(meta + 2 * item), tl.load(meta + 2 * item + 1)
+    if end - first != 1:
+        peak, norm = float("-inf"), 0.0
+        acc = tl.zeros([BLOCK_V], tl.float32)
+        for k0 in range(first, end, BLOCK_K):
+            k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
+            row = k * BLOCK_M + m
+            x = tl.load(lse + row, mask=k < end, other=float("-inf"))
+            new = tl.maximum(peak, tl.max(x, 0))
+            weight = tl.exp2(x - new)
+            alpha = tl.exp2(peak - new)
+            y = tl.load(part + row[:, None] * VDIM + c[None, :], mask=(k < end)[:, None], other=0.0)
+            acc = acc * alpha + tl.sum(weight[:, None] * y, 0)
+            norm = norm * alpha + tl.sum(weight, 0)
+            peak = new
+        acc = acc / tl.where(norm > 0, norm, 1.0)
+        tl.store(out + span * o_st + head * o_sh + c, acc.to(out.dtype.element_ty))
+
+
+def serves(q: Tensor, keys: Keys, value_dim: int) -> bool:
     """Whether the kernel takes these rows: 16-bit, aligned, channels in powers of two."""
+    pool = keys.k
     rope = pool.shape[3] - value_dim
-    item = q.element_size()
-    tiles = _TILE * TUNINGS[pairs].stages + pairs
-    held = (tiles * (value_dim + rope) + _TILE * pairs + 1024) * item
+    heads = _heads_at_once(q.shape[1])
+    tiles = _TILE * _TUNINGS[heads].stages + heads
+    held = (tiles * (value_dim + rope) + _TILE * heads) * q.element_size() + 2048
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and pool.dtype == q.dtype
-        and all(n >= 64 and n & (n - 1) == 0 for n in (value_dim, rope))
+        and value_dim in (256, 512)
+        and rope in (64, 128)
         and all(n % 16 == 0 for n in (*q.stride()[:2], pool.stride(0), pool.stride(2)))
         and q.data_ptr() % 16 == pool.data_ptr() % 16 == 0
         and held <= shared_memory_bytes(q.device)
     )
 
 
-def launch(grid: tuple[int, int], args: tuple[object, ...], facts: dict[str, int]) -> None:
-    """Run the kernel with the arguments and facts of `latent._latent_kernel`."""
-    tuning = TUNINGS[facts["BLOCK_M"]]
-    latent_wgmma_kernel[grid](
-        *args, **facts, TILE=_TILE, STAGES=tuning.stages, num_warps=tuning.warps
-    )
+def _heads_at_once(heads: int) -> int:
+    return min(max(_TUNINGS), max(min(_TUNINGS), int(triton.next_power_of_2(heads))))
+
+
+def latent_decode(q: Tensor, keys: Keys, out: Tensor, scale: float, softcap: float) -> None:
+    """One query per span: q [S, Hq, D] over its rows, into out [S, Hq, Dv] (all written)."""
+    spans, q_heads, _ = q.shape
+    value_dim, rope = out.shape[2], keys.k.shape[3] - out.shape[2]
+    heads = _heads_at_once(q_heads)
+    tuning, tiles = _TUNINGS[heads], triton.cdiv(q_heads, heads)
+    programs, items = tuning.programs * multiprocessors(q.device), spans * tiles
+    part = torch.empty(programs + items, heads, value_dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(programs + items, heads, dtype=torch.float32, device=q.device)
+    meta = torch.empty(items, 2, dtype=torch.int32, device=q.device)
+    _latent_kernel[(programs,)](
+        q, keys.k, *keys.place(), keys.lens, out, part, lse, meta, *capped(scale, softcap), items,
+        tuning.stages - 1,
+        *q.stride()[:2], *out.stride()[:2], keys.k.stride(0), keys.k.stride(2),
+        keys.lens.stride(0),
+        HEADS=q_heads, TILES=tiles, VDIM=value_dim, ROPE=rope, PAGE=keys.page_size,
+        BLOCK_M=heads, TILE=_TILE, STAGES=tuning.stages, SPANS=_SPANS, LEAST=_LEAST,
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=softcap != 0, num_warps=tuning.warps,
+    )  # fmt: skip
+    rows = spans * q_heads
+    channels = value_dim if rows >= 4 * multiprocessors(q.device) else value_dim // 4
+    _merge_parts[(rows, value_dim // channels)](
+        part, lse, meta, keys.lens, out, keys.lens.stride(0), *out.stride()[:2],
+        HEADS=q_heads, TILES=tiles, BLOCK_M=heads, VDIM=value_dim, BLOCK_V=channels, BLOCK_K=8,
+        num_warps=4,
+    )  # fmt: skip
