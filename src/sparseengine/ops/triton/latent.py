@@ -227,10 +227,10 @@ def paged_latent(
     if spans <= 0 or tokens == 0:
         return
     kernel = _warpgroup_kernel(q.device)
-    if kernel is not None and max_q == 1 and tokens == spans and len(segments) == 1:
-        if kernel.serves(q, segments[0], value_dim):
-            kernel.latent_decode(q, segments[0], out, scale, softcap)
-            return
+    one_each = max_q == 1 and tokens == spans and len(segments) == 1
+    if kernel is not None and one_each and kernel.serves(q, segments[0], value_dim):
+        kernel.latent_decode(q, segments[0], out, scale, softcap)
+        return
     pairs = min(_MAX_PAIRS, max(16, int(triton.next_power_of_2(max_q * q_heads))))
     tiles = triton.cdiv(max_q * q_heads, pairs)
     plans = []

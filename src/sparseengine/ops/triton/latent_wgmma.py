@@ -31,6 +31,7 @@ from sparseengine.ops.triton.launch import multiprocessors, shared_memory_bytes
 
 _TILE = 64  # rows of a tile: the instruction's
 _SPANS = 1024  # spans whose lengths are summed at a time
+_LAG = 8.0  # log2 units
 _LEAST = 2  # tiles of a program, where there are few
 
 
@@ -41,6 +42,7 @@ class _Tuning:
     warps: int
     stages: int
     programs: int
+    early: bool = False
 
 
 _TUNINGS = {  # by heads of a program
@@ -139,21 +141,9 @@ def _arrived(left: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(acc, alpha, latent, p, FIRST: gl.constexpr, CHUNK: gl.constexpr):
-    v = latent.slice(FIRST, CHUNK, dim=1).permute((1, 0))
-    return hopper.warpgroup_mma(v, p, acc * alpha[None, :], is_async=True)
-
-
-@gluon.jit
-def _refill(left: gl.constexpr, acc, latent, pool, at, more, layout: gl.constexpr,
-            FIRST: gl.constexpr, CHUNK: gl.constexpr):  # fmt: skip
-    """Await the product that reads a chunk of the values, then fetch that of a later tile."""
-    acc = hopper.warpgroup_mma_wait(left, deps=[acc])
-    _barrier()
-    if more:
-        _fetch(latent.slice(FIRST, CHUNK, dim=1), pool + FIRST, at, layout)
-    async_copy.commit_group()
-    return acc
+def _add_values(acc, latent, p, FIRST: gl.constexpr):
+    v = latent.slice(FIRST, acc.shape[0], dim=1).permute((1, 0))
+    return hopper.warpgroup_mma(v, p, acc, is_async=True)
 
 
 @gluon.jit
@@ -163,16 +153,6 @@ def _write(to, stride, real, acc, inverse, FIRST: gl.constexpr, layout: gl.const
     c = FIRST + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, layout))
     value = (acc * inverse[None, :]).to(to.dtype.element_ty)
     gl.store(to + (m * stride)[None, :] + c[:, None], value, mask=(m < real)[None, :])
-
-
-@gluon.jit
-def _write_all(to, stride, real, acc0, acc1, acc2, acc3, inverse, layout: gl.constexpr):
-    """Chunks of the values of the first `real` heads, each head `stride` after the other."""
-    CHUNK: gl.constexpr = acc0.shape[0]
-    _write(to, stride, real, acc0, inverse, 0, layout)
-    _write(to, stride, real, acc1, inverse, CHUNK, layout)
-    _write(to, stride, real, acc2, inverse, 2 * CHUNK, layout)
-    _write(to, stride, real, acc3, inverse, 3 * CHUNK, layout)
 
 
 @gluon.jit
@@ -204,15 +184,16 @@ def _advance(
 
 
 @gluon.jit(
-    do_not_specialize=["items", "ring", "first_row", "table_ss", "table_sg", "lens_ss"],
+    do_not_specialize=["items", "ring", "zero", "first_row", "table_ss", "table_sg", "lens_ss"],
     do_not_specialize_on_alignment=["table", "starts", "widths", "lens", "meta"],
 )
 def _latent_kernel(
     q, pool, table, starts, widths, first_row, table_ss, table_sg, lens, out, part, lse, meta,
-    scale, cap, items, ring, q_st, q_sh, o_st, o_sh, pool_sn, pool_sp, lens_ss,
+    scale, cap, items, ring, zero, q_st, q_sh, o_st, o_sh, pool_sn, pool_sp, lens_ss,
     HEADS: gl.constexpr, TILES: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr,
     PAGE: gl.constexpr, BLOCK_M: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     SPANS: gl.constexpr, LEAST: gl.constexpr, PACKED: gl.constexpr, SOFTCAP: gl.constexpr,
+    LAG: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One run of tiles.
 
@@ -222,7 +203,7 @@ def _latent_kernel(
     """
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = WARPS // 4
-    CHUNK: gl.constexpr = VDIM // 4
+    HALF: gl.constexpr = VDIM // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16]
     )
@@ -236,8 +217,8 @@ def _latent_kernel(
     if start < stop:
         latents = gl.allocate_shared_memory(dtype, [STAGES, TILE, VDIM], _swizzled(VDIM))
         ropes = gl.allocate_shared_memory(dtype, [STAGES, TILE, ROPE], _swizzled(ROPE))
-        x = gl.allocate_shared_memory(dtype, [BLOCK_M, VDIM], _swizzled(VDIM))
-        y = gl.allocate_shared_memory(dtype, [BLOCK_M, ROPE], _swizzled(ROPE))
+        x = gl.allocate_shared_memory(dtype, [1, BLOCK_M, VDIM], _swizzled(VDIM))
+        y = gl.allocate_shared_memory(dtype, [1, BLOCK_M, ROPE], _swizzled(ROPE))
         weights = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], _swizzled(BLOCK_M))
         n0 = (start - begin) * TILE
         hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
@@ -252,12 +233,8 @@ def _latent_kernel(
             more = start + i < stop
             if more:
                 _fetch(ropes.index(i), pool + VDIM, at, copy)
+                _fetch(latents.index(i), pool, at, copy)
             async_copy.commit_group()
-            for j in gl.static_range(4):
-                if more:
-                    _fetch(latents.index(i).slice(j * CHUNK, CHUNK, dim=1), pool + j * CHUNK, at,
-                           copy)  # fmt: skip
-                async_copy.commit_group()
             if start + i + 1 < stop:
                 far, far_n, far_hi, pages = _advance(
                     far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
@@ -265,54 +242,67 @@ def _latent_kernel(
                 )  # fmt: skip
                 at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
         n = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
-        stage, t = 0, start
+        stage, same, t = 0, 0, start
         while t < stop:
-            _load_queries(q, x, y, item, q_st, q_sh, copy, HEADS, TILES, BLOCK_M, VDIM, ROPE)
+            _load_queries(
+                q, x.index(0), y.index(0), item, q_st, q_sh, copy, HEADS, TILES, BLOCK_M, VDIM, ROPE
+            )
             peak = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=s_heads)
             norm = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-            acc0 = gl.zeros([CHUNK, BLOCK_M], gl.float32, layout=o_layout)
+            acc0 = gl.zeros([HALF, BLOCK_M], gl.float32, layout=o_layout)
             acc1 = acc0
-            acc2 = acc0
-            acc3 = acc0
             first = n0 == 0
             end = gl.minimum(t + gl.cdiv(hi - n0, TILE), stop)
             while t < end:
                 latent, rope = latents.index(stage), ropes.index(stage)
-                LEFT: gl.constexpr = 5 * STAGES - 1
-                _arrived(LEFT)
+                _arrived(STAGES - 1)
                 s = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-                s = hopper.warpgroup_mma(rope, y.permute((1, 0)), s, use_acc=False, is_async=True)
-                for j in gl.static_range(4):
-                    _arrived(LEFT - 1 - j)
-                    s = hopper.warpgroup_mma(
-                        latent.slice(j * CHUNK, CHUNK, dim=1),
-                        x.slice(j * CHUNK, CHUNK, dim=1).permute((1, 0)), s, is_async=True,
-                    )  # fmt: skip
-                s = hopper.warpgroup_mma_wait(0, deps=[s]) * scale
+                s = hopper.warpgroup_mma(
+                    rope, y.index(same).permute((1, 0)), s, use_acc=False, is_async=True
+                )
+                s = hopper.warpgroup_mma(latent, x.index(same).permute((1, 0)), s, is_async=True)
+                s = hopper.warpgroup_mma_wait(0, deps=[s])
+                s = s * scale
                 if SOFTCAP:
                     s = cap - 2 * cap / (gl.exp2(s) + 1)
                 s = gl.where((n0 + n < hi)[:, None], s, float("-inf"))
-                new = gl.maximum(peak, gl.max(s, 0))
-                p = gl.exp2(s - new[None, :])
-                alpha = gl.exp2(peak - new)
-                peak = new
-                norm = norm * alpha[None, :] + p
-                weights.store(p.to(dtype))
+                # Peaks may lag behind: weights up to 2^_LAG are as exact, and most tiles rescale
+                # nothing.
+                new = gl.max(s, 0)
+                new = gl.where(new > peak + LAG, new, peak)
+                weight = gl.exp2(s - new[None, :])
+                weights.store(weight.to(dtype))
                 hopper.fence_async_shared()
+                if gl.max((new > peak).to(gl.int32), 0) > 0:
+                    alpha = gl.exp2(peak - new)
+                    norm = norm * alpha[None, :]
+                    a = gl.convert_layout(alpha, o_heads)
+                    acc0 = acc0 * a[None, :]
+                    acc1 = acc1 * a[None, :]
+                peak = new
+                norm += weight
                 _barrier()
-                a = gl.convert_layout(alpha, o_heads)
-                acc0 = _add_values(acc0, a, latent, weights, 0, CHUNK)
-                acc1 = _add_values(acc1, a, latent, weights, CHUNK, CHUNK)
-                acc2 = _add_values(acc2, a, latent, weights, 2 * CHUNK, CHUNK)
-                acc3 = _add_values(acc3, a, latent, weights, 3 * CHUNK, CHUNK)
+                acc0 = _add_values(acc0, latent, weights, 0)
+                acc1 = _add_values(acc1, latent, weights, HALF)
                 more = t + STAGES < stop
-                if more:
-                    _fetch(rope, pool + VDIM, at, copy)
+                if EARLY:
+                    if more:
+                        _fetch(rope, pool + VDIM, at, copy)
+                    acc0 = hopper.warpgroup_mma_wait(1, deps=[acc0])
+                    _barrier()
+                    if more:
+                        _fetch(latent.slice(0, HALF, dim=1), pool, at, copy)
+                    acc1 = hopper.warpgroup_mma_wait(0, deps=[acc1])
+                    _barrier()
+                    if more:
+                        _fetch(latent.slice(HALF, HALF, dim=1), pool + HALF, at, copy)
+                else:
+                    acc0, acc1 = hopper.warpgroup_mma_wait(0, deps=[acc0, acc1])
+                    _barrier()
+                    if more:
+                        _fetch(rope, pool + VDIM, at, copy)
+                        _fetch(latent, pool, at, copy)
                 async_copy.commit_group()
-                acc0 = _refill(3, acc0, latent, pool, at, more, copy, 0, CHUNK)
-                acc1 = _refill(2, acc1, latent, pool, at, more, copy, CHUNK, CHUNK)
-                acc2 = _refill(1, acc2, latent, pool, at, more, copy, 2 * CHUNK, CHUNK)
-                acc3 = _refill(0, acc3, latent, pool, at, more, copy, 3 * CHUNK, CHUNK)
                 if t + STAGES + 1 < stop:
                     far, far_n, far_hi, pages = _advance(
                         far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
@@ -320,6 +310,7 @@ def _latent_kernel(
                     )  # fmt: skip
                     at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
                 stage = (stage + 1) & ring
+                same = (same + 1) & zero
                 n0 += TILE
                 t += 1
             sums = gl.sum(norm, 0)
@@ -327,12 +318,14 @@ def _latent_kernel(
             number, real = gl.program_id(0) + item, HEADS - item % TILES * BLOCK_M
             if first & (n0 >= hi):
                 to = out + (item // TILES).to(gl.int64) * o_st + item % TILES * BLOCK_M * o_sh
-                _write_all(to, o_sh, real, acc0, acc1, acc2, acc3, inverse, o_layout)
+                _write(to, o_sh, real, acc0, inverse, 0, o_layout)
+                _write(to, o_sh, real, acc1, inverse, HALF, o_layout)
             else:
                 m = gl.arange(0, BLOCK_M, layout=s_heads)
                 gl.store(lse + number * BLOCK_M + m, peak + gl.log2(sums))
-                _write_all(part + number.to(gl.int64) * (BLOCK_M * VDIM), VDIM, real,
-                           acc0, acc1, acc2, acc3, inverse, o_layout)  # fmt: skip
+                at_part = part + number.to(gl.int64) * (BLOCK_M * VDIM)
+                _write(at_part, VDIM, real, acc0, inverse, 0, o_layout)
+                _write(at_part, VDIM, real, acc1, inverse, HALF, o_layout)
             if first:
                 gl.store(meta + 2 * item, number)
             if n0 >= hi:
@@ -352,9 +345,9 @@ def _merge_parts(
     span, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     item, m = span * TILES + head // BLOCK_M, head % BLOCK_M
     c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    first, end = 0, 0
-    if tl.load(lens + span * lens_ss) > 0:
-        first, end = tl.load(meta + 2 * item), tl.load(meta + 2 * item + 1)
+    empty = tl.load(lens + span * lens_ss) == 0
+    first, end = tl.load(meta + 2 * item), tl.load(meta + 2 * item + 1)
+    first, end = tl.where(empty, 0, first), tl.where(empty, 0, end)
     if end - first != 1:
         peak, norm = float("-inf"), 0.0
         acc = tl.zeros([BLOCK_V], tl.float32)
@@ -407,17 +400,18 @@ def latent_decode(q: Tensor, keys: Keys, out: Tensor, scale: float, softcap: flo
     meta = torch.empty(items, 2, dtype=torch.int32, device=q.device)
     _latent_kernel[(programs,)](
         q, keys.k, *keys.place(), keys.lens, out, part, lse, meta, *capped(scale, softcap), items,
-        tuning.stages - 1,
+        tuning.stages - 1, 0,
         *q.stride()[:2], *out.stride()[:2], keys.k.stride(0), keys.k.stride(2),
         keys.lens.stride(0),
         HEADS=q_heads, TILES=tiles, VDIM=value_dim, ROPE=rope, PAGE=keys.page_size,
         BLOCK_M=heads, TILE=_TILE, STAGES=tuning.stages, SPANS=_SPANS, LEAST=_LEAST,
-        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=softcap != 0, num_warps=tuning.warps,
+        PACKED=isinstance(keys.table, PackedTable), SOFTCAP=softcap != 0,
+        LAG=_LAG, EARLY=tuning.early, num_warps=tuning.warps,
     )  # fmt: skip
     rows = spans * q_heads
-    channels = value_dim if rows >= 4 * multiprocessors(q.device) else value_dim // 4
-    _merge_parts[(rows, value_dim // channels)](
+    few = rows < 4 * multiprocessors(q.device)
+    _merge_parts[(rows, 4 if few else 1)](
         part, lse, meta, keys.lens, out, keys.lens.stride(0), *out.stride()[:2],
-        HEADS=q_heads, TILES=tiles, BLOCK_M=heads, VDIM=value_dim, BLOCK_V=channels, BLOCK_K=8,
-        num_warps=4,
+        HEADS=q_heads, TILES=tiles, BLOCK_M=heads, VDIM=value_dim, 
+        BLOCK_V=value_dim // 4 if few else value_dim, BLOCK_K=16 if few else 4, num_warps=1,
     )  # fmt: skip
