@@ -42,7 +42,6 @@ class _Tuning:
     warps: int
     stages: int
     programs: int
-    early: bool = False
 
 
 _TUNINGS = {  # by heads of a program
@@ -59,6 +58,12 @@ _row_table = gluon.jit(_keys.row_table.fn)
 @gluon.constexpr_function
 def _swizzled(channels):
     return gl.NVMMASharedLayout(min(128, channels * 2), 16, rank=2)
+
+
+@gluon.constexpr_function
+def _product(heads, warps, beside):
+    """Layout of a product over heads, `warps` down and `beside` abreast."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, beside], [16, heads // beside, 16])
 
 
 @gluon.jit
@@ -79,39 +84,43 @@ def _run(
     TILES: gl.constexpr, TILE: gl.constexpr, BLOCK: gl.constexpr, LEAST: gl.constexpr,
 ):  # fmt: skip
     """(first tile, end, first item, first tile of that item) of this program's run."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    layout: gl.constexpr = gl.BlockedLayout([BLOCK // (32 * gl.num_warps())], [32],
+                                            [gl.num_warps()], [0])  # fmt: skip
     v = gl.arange(0, BLOCK, layout=layout)
-    total = 0
-    for v0 in range(0, items, BLOCK):
+    ends = gl.associative_scan(_count(lens, lens_ss, items, v, TILES, TILE), 0, _add)
+    total = gl.max(ends, 0)
+    for v0 in range(BLOCK, items, BLOCK):
         total += gl.sum(_count(lens, lens_ss, items, v0 + v, TILES, TILE), 0)
-    each = gl.maximum(gl.cdiv(total, gl.num_programs(0)), LEAST)
-    start = gl.program_id(0) * each
-    item, begin, done = 0, 0, 0
-    for v0 in range(0, items, BLOCK):
-        ends = done + gl.associative_scan(
+    programs = gl.maximum(gl.minimum(gl.num_programs(0), gl.cdiv(total, LEAST)), 1)
+    each, more, program = total // programs, total % programs, gl.program_id(0)
+    start = program * each + gl.minimum(program, more)
+    stop = gl.minimum(start + each + gl.where(program < more, 1, 0), total)
+    past = ends <= start
+    item = gl.sum(past.to(gl.int32), 0)
+    begin = gl.max(gl.where(past, ends, 0), 0)
+    done = gl.max(ends, 0)
+    for v0 in range(BLOCK, items, BLOCK):
+        later = done + gl.associative_scan(
             _count(lens, lens_ss, items, v0 + v, TILES, TILE), 0, _add
         )
-        past = ends <= start
+        past = later <= start
         item += gl.sum(past.to(gl.int32), 0)
-        begin = gl.maximum(begin, gl.max(gl.where(past, ends, 0), 0))
-        done = gl.max(ends, 0)
-    return start, gl.minimum(start + each, total), item, begin
-
-
-@gluon.jit
-def _heads(item, layout: gl.constexpr, TILES: gl.constexpr, BLOCK_M: gl.constexpr):
-    return item % TILES * BLOCK_M + gl.arange(0, BLOCK_M, layout=layout)
+        begin = gl.maximum(begin, gl.max(gl.where(past, later, 0), 0))
+        done = gl.max(later, 0)
+    return start, stop, item, begin
 
 
 @gluon.jit
 def _load_queries(
-    q, x, y, item, q_st, q_sh, layout: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr,
-    BLOCK_M: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr,
-):  # fmt: skip
-    head = _heads(item, gl.SliceLayout(1, layout), TILES, BLOCK_M)
+    q, x, y, item, q_st, q_sh, layout: gl.constexpr, HEADS: gl.constexpr, TILES: gl.constexpr
+):
+    BLOCK_M: gl.constexpr = x.shape[0]
+    VDIM: gl.constexpr = x.shape[1]
+    m = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, layout))
+    head = item % TILES * BLOCK_M + m
     at = q + (item // TILES).to(gl.int64) * q_st + (head * q_sh)[:, None]
     c = gl.arange(0, VDIM, layout=gl.SliceLayout(0, layout))
-    r = gl.arange(0, ROPE, layout=gl.SliceLayout(0, layout))
+    r = gl.arange(0, y.shape[1], layout=gl.SliceLayout(0, layout))
     real = (head < HEADS)[:, None]
     x.store(gl.load(at + c[None, :], mask=real, other=0.0))
     y.store(gl.load(at + VDIM + r[None, :], mask=real, other=0.0))
@@ -141,12 +150,6 @@ def _arrived(left: gl.constexpr):
 
 
 @gluon.jit
-def _add_values(acc, latent, p, FIRST: gl.constexpr):
-    v = latent.slice(FIRST, acc.shape[0], dim=1).permute((1, 0))
-    return hopper.warpgroup_mma(v, p, acc, is_async=True)
-
-
-@gluon.jit
 def _write(to, stride, real, acc, inverse, FIRST: gl.constexpr, layout: gl.constexpr):
     CHUNK: gl.constexpr = acc.shape[0]
     m = gl.arange(0, acc.shape[1], layout=gl.SliceLayout(0, layout))
@@ -156,31 +159,133 @@ def _write(to, stride, real, acc, inverse, FIRST: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
+def _length(lens, lens_ss, item, TILES: gl.constexpr):
+    return gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+
+
+@gluon.jit
 def _following(item, lens, lens_ss, TILES: gl.constexpr):
-    """The next item that has keys, and its length. There is one."""
+    """The next item that has rows, and their number. There is one."""
     item += 1
-    hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+    hi = _length(lens, lens_ss, item, TILES)
     while hi == 0:
         item += 1
-        hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
+        hi = _length(lens, lens_ss, item, TILES)
     return item, hi
 
 
 @gluon.jit
+def _pages(tables, item, TILES: gl.constexpr, PACKED: gl.constexpr):
+    table, starts, widths, first_row, table_ss, table_sg = tables
+    span = (item // TILES).to(gl.int64)
+    return _row_table(table, starts, widths, first_row, table_ss, table_sg, span, 0, PACKED)
+
+
+@gluon.jit
 def _advance(
-    item, n0, hi, pages, table, starts, widths, first_row, table_ss, table_sg, lens, lens_ss,
-    TILES: gl.constexpr, TILE: gl.constexpr, PACKED: gl.constexpr,
-):  # fmt: skip
-    """The tile after n0.. of an item: (item, first row, rows of the item, its page ids)."""
+    far, tables, lens, lens_ss, TILES: gl.constexpr, TILE: gl.constexpr, PACKED: gl.constexpr
+):
+    """The tile after `far`: (item, first row of the tile, rows of the item, its page ids)."""
+    item, n0, hi, pages = far
     n0 += TILE
     if n0 >= hi:
         item, hi = _following(item, lens, lens_ss, TILES)
         n0 = 0
-        pages = _row_table(
-            table, starts, widths, first_row, table_ss, table_sg, (item // TILES).to(gl.int64), 0,
-            PACKED,
-        )  # fmt: skip
+        pages = _pages(tables, item, TILES, PACKED)
     return item, n0, hi, pages
+
+
+@gluon.jit
+def _fetch_ahead(
+    latent, rope, pool, at, far, tables, lens, lens_ss, left, pool_sn, pool_sp,
+    layout: gl.constexpr, TILES: gl.constexpr, PAGE: gl.constexpr, PACKED: gl.constexpr,
+):  # fmt: skip
+    """Fetch the tile `far`, whose rows are at `at`, and find the next; `left` tiles remain."""
+    TILE: gl.constexpr = latent.shape[0]
+    if left > 0:
+        _fetch(rope, pool + latent.shape[1], at, layout)
+        _fetch(latent, pool, at, layout)
+    async_copy.commit_group()
+    if left > 1:
+        far = _advance(far, tables, lens, lens_ss, TILES, TILE, PACKED)
+        at = _place(far[3], far[1], far[2], pool_sn, pool_sp, layout, PAGE, TILE)
+    return far, at
+
+
+@gluon.jit
+def _attend(
+    peak, norm, acc0, acc1, latent, rope, x, y, weights, left, scale, cap,
+    STAGES: gl.constexpr, SOFTCAP: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
+    """Attend to one tile, of which `left` rows count; online softmax in log2 units.
+
+    peak [heads]: what weights refer to; norm [rows, heads]: their sums so far, not yet over rows;
+    acc0, acc1 [half of the values, heads].
+    """
+    s_layout: gl.constexpr = norm.type.layout
+    n = gl.arange(0, norm.shape[0], layout=gl.SliceLayout(1, s_layout))
+    _arrived(STAGES - 1)
+    s = gl.zeros(norm.shape, gl.float32, layout=s_layout)
+    s = hopper.warpgroup_mma(rope, y.permute((1, 0)), s, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma(latent, x.permute((1, 0)), s, is_async=True)
+    s = hopper.warpgroup_mma_wait(0, deps=[s]) * scale
+    if SOFTCAP:
+        s = cap - 2 * cap / (gl.exp2(s) + 1)
+    s = gl.where((n < left)[:, None], s, float("-inf"))
+    # The reference lags behind the peak: weights up to 2^LAG are as exact, and few tiles rescale.
+    new = gl.max(s, 0)
+    new = gl.where(new > peak + LAG, new, peak)
+    p = gl.exp2(s - new[None, :])
+    weights.store(p.to(weights.dtype))
+    hopper.fence_async_shared()
+    if gl.max((new > peak).to(gl.int32), 0) > 0:
+        alpha = gl.exp2(peak - new)
+        norm = norm * alpha[None, :]
+        a = gl.convert_layout(alpha, gl.SliceLayout(0, acc0.type.layout))[None, :]
+        acc0 = acc0 * a
+        acc1 = acc1 * a
+    norm += p
+    _barrier()
+    HALF: gl.constexpr = acc0.shape[0]
+    v0 = latent.slice(0, HALF, dim=1).permute((1, 0))
+    v1 = latent.slice(HALF, HALF, dim=1).permute((1, 0))
+    acc0 = hopper.warpgroup_mma(v0, weights, acc0, is_async=True)
+    acc1 = hopper.warpgroup_mma(v1, weights, acc1, is_async=True)
+    acc0, acc1 = hopper.warpgroup_mma_wait(0, deps=[acc0, acc1])
+    _barrier()
+    return new, norm, acc0, acc1
+
+
+@gluon.jit
+def _finish(
+    peak, norm, acc0, acc1, item, first, last, out, part, lse, meta, o_st, o_sh,
+    HEADS: gl.constexpr, TILES: gl.constexpr,
+):  # fmt: skip
+    """Write what a run holds of an item: its output, or a part.
+
+    A part is number (program + item): those of one item follow one another. part: [.., BLOCK_M,
+    VDIM]; lse: [.., BLOCK_M] in log2 units; meta: int32 [items, 2], the first part of an item and
+    the one after its last. first, last: whether the run holds these tiles of the item.
+    """
+    BLOCK_M: gl.constexpr = acc0.shape[1]
+    HALF: gl.constexpr = acc0.shape[0]
+    layout: gl.constexpr = acc0.type.layout
+    sums = gl.sum(norm, 0)
+    inverse = gl.convert_layout(1.0 / sums, gl.SliceLayout(0, layout))
+    real = HEADS - item % TILES * BLOCK_M
+    number = gl.program_id(0) + item
+    gl.store(meta + 2 * item, number, mask=first)
+    gl.store(meta + 2 * item + 1, number + 1, mask=last)
+    if first & last:
+        to = out + (item // TILES).to(gl.int64) * o_st + item % TILES * BLOCK_M * o_sh
+        _write(to, o_sh, real, acc0, inverse, 0, layout)
+        _write(to, o_sh, real, acc1, inverse, HALF, layout)
+    else:
+        m = gl.arange(0, BLOCK_M, layout=peak.type.layout)
+        gl.store(lse + number * BLOCK_M + m, peak + gl.log2(sums))
+        at = part + number.to(gl.int64) * (2 * HALF * BLOCK_M)
+        _write(at, 2 * HALF, real, acc0, inverse, 0, layout)
+        _write(at, 2 * HALF, real, acc1, inverse, HALF, layout)
 
 
 @gluon.jit(
@@ -193,26 +298,20 @@ def _latent_kernel(
     HEADS: gl.constexpr, TILES: gl.constexpr, VDIM: gl.constexpr, ROPE: gl.constexpr,
     PAGE: gl.constexpr, BLOCK_M: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     SPANS: gl.constexpr, LEAST: gl.constexpr, PACKED: gl.constexpr, SOFTCAP: gl.constexpr,
-    LAG: gl.constexpr, EARLY: gl.constexpr,
+    LAG: gl.constexpr,
 ):  # fmt: skip
-    """One run of tiles.
+    """One run of tiles. Items of one part are written to out, empty ones not at all.
 
-    A part is number (program + item): those of one item follow one another. part: [.., BLOCK_M,
-    VDIM], lse: [.., BLOCK_M] in log2 units; meta int32 [items, 2]: first part of an item and the
-    one after its last. Items of one part are written to out, empty ones not at all.
+    ring, zero: STAGES - 1 and 0, which the compiler must not know: it would keep the addresses of
+    all operands in registers, which are short, instead of making them where they are used.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    GROUPS: gl.constexpr = WARPS // 4
-    HALF: gl.constexpr = VDIM // 2
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], [4, GROUPS], [16, BLOCK_M // GROUPS, 16]
-    )
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    s_layout: gl.constexpr = _product(BLOCK_M, 4, WARPS // 4)
+    o_layout: gl.constexpr = _product(BLOCK_M, WARPS, 1)
+    # 8 threads take 128 bytes of a row, so that each needs the places of few rows.
     copy: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    s_heads: gl.constexpr = gl.SliceLayout(0, s_layout)
-    o_heads: gl.constexpr = gl.SliceLayout(0, o_layout)
     dtype: gl.constexpr = pool.dtype.element_ty
-
+    tables = (table, starts, widths, first_row, table_ss, table_sg)
     start, stop, item, begin = _run(lens, lens_ss, items, TILES, TILE, SPANS, LEAST)
     if start < stop:
         latents = gl.allocate_shared_memory(dtype, [STAGES, TILE, VDIM], _swizzled(VDIM))
@@ -220,116 +319,36 @@ def _latent_kernel(
         x = gl.allocate_shared_memory(dtype, [1, BLOCK_M, VDIM], _swizzled(VDIM))
         y = gl.allocate_shared_memory(dtype, [1, BLOCK_M, ROPE], _swizzled(ROPE))
         weights = gl.allocate_shared_memory(dtype, [TILE, BLOCK_M], _swizzled(BLOCK_M))
-        n0 = (start - begin) * TILE
-        hi = gl.load(lens + (item // TILES).to(gl.int64) * lens_ss)
-        pages = _row_table(
-            table, starts, widths, first_row, table_ss, table_sg, (item // TILES).to(gl.int64), 0,
-            PACKED,
-        )  # fmt: skip
-        # The tile that is fetched next: `ahead` tiles past the one attended to.
-        far, far_n, far_hi = item, n0, hi
-        at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
+        n0, hi = (start - begin) * TILE, _length(lens, lens_ss, item, TILES)
+        far = (item, n0, hi, _pages(tables, item, TILES, PACKED))  # the tile to fetch next
+        at = _place(far[3], far[1], far[2], pool_sn, pool_sp, copy, PAGE, TILE)
         for i in gl.static_range(STAGES):
-            more = start + i < stop
-            if more:
-                _fetch(ropes.index(i), pool + VDIM, at, copy)
-                _fetch(latents.index(i), pool, at, copy)
-            async_copy.commit_group()
-            if start + i + 1 < stop:
-                far, far_n, far_hi, pages = _advance(
-                    far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
-                    table_sg, lens, lens_ss, TILES, TILE, PACKED,
-                )  # fmt: skip
-                at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
-        n = gl.arange(0, TILE, layout=gl.SliceLayout(1, s_layout))
+            far, at = _fetch_ahead(
+                latents.index(i), ropes.index(i), pool, at, far, tables, lens, lens_ss,
+                stop - start - i, pool_sn, pool_sp, copy, TILES, PAGE, PACKED,
+            )  # fmt: skip
         stage, same, t = 0, 0, start
         while t < stop:
-            _load_queries(
-                q, x.index(0), y.index(0), item, q_st, q_sh, copy, HEADS, TILES, BLOCK_M, VDIM, ROPE
-            )
-            peak = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=s_heads)
+            _load_queries(q, x.index(0), y.index(0), item, q_st, q_sh, copy, HEADS, TILES)
+            peak = gl.full([BLOCK_M], float("-inf"), gl.float32, layout=gl.SliceLayout(0, s_layout))
             norm = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-            acc0 = gl.zeros([HALF, BLOCK_M], gl.float32, layout=o_layout)
+            acc0 = gl.zeros([VDIM // 2, BLOCK_M], gl.float32, layout=o_layout)
             acc1 = acc0
-            first = n0 == 0
-            end = gl.minimum(t + gl.cdiv(hi - n0, TILE), stop)
+            first, end = n0 == 0, gl.minimum(t + gl.cdiv(hi - n0, TILE), stop)
             while t < end:
-                latent, rope = latents.index(stage), ropes.index(stage)
-                _arrived(STAGES - 1)
-                s = gl.zeros([TILE, BLOCK_M], gl.float32, layout=s_layout)
-                s = hopper.warpgroup_mma(
-                    rope, y.index(same).permute((1, 0)), s, use_acc=False, is_async=True
-                )
-                s = hopper.warpgroup_mma(latent, x.index(same).permute((1, 0)), s, is_async=True)
-                s = hopper.warpgroup_mma_wait(0, deps=[s])
-                s = s * scale
-                if SOFTCAP:
-                    s = cap - 2 * cap / (gl.exp2(s) + 1)
-                s = gl.where((n0 + n < hi)[:, None], s, float("-inf"))
-                # Peaks may lag behind: weights up to 2^_LAG are as exact, and most tiles rescale
-                # nothing.
-                new = gl.max(s, 0)
-                new = gl.where(new > peak + LAG, new, peak)
-                weight = gl.exp2(s - new[None, :])
-                weights.store(weight.to(dtype))
-                hopper.fence_async_shared()
-                if gl.max((new > peak).to(gl.int32), 0) > 0:
-                    alpha = gl.exp2(peak - new)
-                    norm = norm * alpha[None, :]
-                    a = gl.convert_layout(alpha, o_heads)
-                    acc0 = acc0 * a[None, :]
-                    acc1 = acc1 * a[None, :]
-                peak = new
-                norm += weight
-                _barrier()
-                acc0 = _add_values(acc0, latent, weights, 0)
-                acc1 = _add_values(acc1, latent, weights, HALF)
-                more = t + STAGES < stop
-                if EARLY:
-                    if more:
-                        _fetch(rope, pool + VDIM, at, copy)
-                    acc0 = hopper.warpgroup_mma_wait(1, deps=[acc0])
-                    _barrier()
-                    if more:
-                        _fetch(latent.slice(0, HALF, dim=1), pool, at, copy)
-                    acc1 = hopper.warpgroup_mma_wait(0, deps=[acc1])
-                    _barrier()
-                    if more:
-                        _fetch(latent.slice(HALF, HALF, dim=1), pool + HALF, at, copy)
-                else:
-                    acc0, acc1 = hopper.warpgroup_mma_wait(0, deps=[acc0, acc1])
-                    _barrier()
-                    if more:
-                        _fetch(rope, pool + VDIM, at, copy)
-                        _fetch(latent, pool, at, copy)
-                async_copy.commit_group()
-                if t + STAGES + 1 < stop:
-                    far, far_n, far_hi, pages = _advance(
-                        far, far_n, far_hi, pages, table, starts, widths, first_row, table_ss,
-                        table_sg, lens, lens_ss, TILES, TILE, PACKED,
-                    )  # fmt: skip
-                    at = _place(pages, far_n, far_hi, pool_sn, pool_sp, copy, PAGE, TILE)
-                stage = (stage + 1) & ring
-                same = (same + 1) & zero
-                n0 += TILE
-                t += 1
-            sums = gl.sum(norm, 0)
-            inverse = gl.convert_layout(1.0 / sums, o_heads)
-            number, real = gl.program_id(0) + item, HEADS - item % TILES * BLOCK_M
-            if first & (n0 >= hi):
-                to = out + (item // TILES).to(gl.int64) * o_st + item % TILES * BLOCK_M * o_sh
-                _write(to, o_sh, real, acc0, inverse, 0, o_layout)
-                _write(to, o_sh, real, acc1, inverse, HALF, o_layout)
-            else:
-                m = gl.arange(0, BLOCK_M, layout=s_heads)
-                gl.store(lse + number * BLOCK_M + m, peak + gl.log2(sums))
-                at_part = part + number.to(gl.int64) * (BLOCK_M * VDIM)
-                _write(at_part, VDIM, real, acc0, inverse, 0, o_layout)
-                _write(at_part, VDIM, real, acc1, inverse, HALF, o_layout)
-            if first:
-                gl.store(meta + 2 * item, number)
-            if n0 >= hi:
-                gl.store(meta + 2 * item + 1, number + 1)
+                peak, norm, acc0, acc1 = _attend(
+                    peak, norm, acc0, acc1, latents.index(stage), ropes.index(stage),
+                    x.index(same), y.index(same), weights, hi - n0, scale, cap,
+                    STAGES, SOFTCAP, LAG,
+                )  # fmt: skip
+                far, at = _fetch_ahead(
+                    latents.index(stage), ropes.index(stage), pool, at, far, tables, lens, lens_ss,
+                    stop - t - STAGES, pool_sn, pool_sp, copy, TILES, PAGE, PACKED,
+                )  # fmt: skip
+                stage, same = (stage + 1) & ring, (same + 1) & zero
+                n0, t = n0 + TILE, t + 1
+            _finish(peak, norm, acc0, acc1, item, first, n0 >= hi, out, part, lse, meta, o_st, o_sh,
+                    HEADS, TILES)  # fmt: skip
             if t < stop:
                 item, hi = _following(item, lens, lens_ss, TILES)
                 n0 = 0
@@ -339,31 +358,37 @@ def _latent_kernel(
 def _merge_parts(
     part, lse, meta, lens, out, lens_ss, o_st, o_sh,
     HEADS: tl.constexpr, TILES: tl.constexpr, BLOCK_M: tl.constexpr, VDIM: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one (span, head), channels BLOCK_V at a time. Empty rows become zeros."""
-    span, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
-    item, m = span * TILES + head // BLOCK_M, head % BLOCK_M
-    c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    """Merge the parts of BLOCK_H heads of one span, BLOCK_V channels. Empty rows become zeros."""
+    GROUPS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    span, h0 = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS * BLOCK_H
+    item = span * TILES + h0 // BLOCK_M
     empty = tl.load(lens + span * lens_ss) == 0
     first, end = tl.load(meta + 2 * item), tl.load(meta + 2 * item + 1)
     first, end = tl.where(empty, 0, first), tl.where(empty, 0, end)
     if end - first != 1:
-        peak, norm = float("-inf"), 0.0
-        acc = tl.zeros([BLOCK_V], tl.float32)
+        head = h0 + tl.arange(0, BLOCK_H)
+        c = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        real = head < HEADS
+        peak = tl.full([BLOCK_H], float("-inf"), tl.float32)
+        norm = tl.zeros([BLOCK_H], tl.float32)
+        acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
         for k0 in range(first, end, BLOCK_K):
             k = (k0 + tl.arange(0, BLOCK_K)).to(tl.int64)
-            row = k * BLOCK_M + m
-            x = tl.load(lse + row, mask=k < end, other=float("-inf"))
+            row = k[:, None] * BLOCK_M + (head % BLOCK_M)[None, :]
+            x = tl.load(lse + row, mask=(k < end)[:, None], other=float("-inf"))
+            used = ((k < end)[:, None] & real[None, :])[:, :, None]
+            y = tl.load(part + row[:, :, None] * VDIM + c[None, None, :], mask=used, other=0.0)
             new = tl.maximum(peak, tl.max(x, 0))
-            weight = tl.exp2(x - new)
+            weight = tl.exp2(x - new[None, :])
             alpha = tl.exp2(peak - new)
-            y = tl.load(part + row[:, None] * VDIM + c[None, :], mask=(k < end)[:, None], other=0.0)
-            acc = acc * alpha + tl.sum(weight[:, None] * y, 0)
+            acc = acc * alpha[:, None] + tl.sum(weight[:, :, None] * y, 0)
             norm = norm * alpha + tl.sum(weight, 0)
             peak = new
-        acc = acc / tl.where(norm > 0, norm, 1.0)
-        tl.store(out + span * o_st + head * o_sh + c, acc.to(out.dtype.element_ty))
+        acc = acc / tl.where(norm > 0, norm, 1.0)[:, None]
+        to = out + span * o_st + (head * o_sh)[:, None] + c[None, :]
+        tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None])
 
 
 def serves(q: Tensor, keys: Keys, value_dim: int) -> bool:
@@ -406,12 +431,12 @@ def latent_decode(q: Tensor, keys: Keys, out: Tensor, scale: float, softcap: flo
         HEADS=q_heads, TILES=tiles, VDIM=value_dim, ROPE=rope, PAGE=keys.page_size,
         BLOCK_M=heads, TILE=_TILE, STAGES=tuning.stages, SPANS=_SPANS, LEAST=_LEAST,
         PACKED=isinstance(keys.table, PackedTable), SOFTCAP=softcap != 0,
-        LAG=_LAG, EARLY=tuning.early, num_warps=tuning.warps,
+        LAG=_LAG, num_warps=tuning.warps,
     )  # fmt: skip
-    rows = spans * q_heads
-    few = rows < 4 * multiprocessors(q.device)
-    _merge_parts[(rows, 4 if few else 1)](
+    few = spans * q_heads < 4 * multiprocessors(q.device)  # and so many parts of each
+    block = (1, value_dim // 4, 16) if few else (4, value_dim, 2)
+    _merge_parts[(spans * triton.cdiv(q_heads, block[0]), value_dim // block[1])](
         part, lse, meta, keys.lens, out, keys.lens.stride(0), *out.stride()[:2],
-        HEADS=q_heads, TILES=tiles, BLOCK_M=heads, VDIM=value_dim, 
-        BLOCK_V=value_dim // 4 if few else value_dim, BLOCK_K=16 if few else 4, num_warps=1,
+        HEADS=q_heads, TILES=tiles, BLOCK_M=heads, VDIM=value_dim,
+        BLOCK_H=block[0], BLOCK_V=block[1], BLOCK_K=block[2], num_warps=1 if few else 4,
     )  # fmt: skip
