@@ -96,8 +96,10 @@ def test_what_does_not_fit_is_said(folders) -> None:
         list(filled(llm, 9))
 
 
-def test_a_filled_batch_is_timed_without_a_prefill(folders) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_filled_batch_is_timed_without_a_prefill(overlap: bool, folders) -> None:
     with engine_of(folders["llama"], "snapkv") as llm:
+        llm.engine.overlap = overlap
         prompts = make_prompts(300, LENGTH, 1, seed=1)
         randomise(llm.engine)
         like = probe(llm, prompts[0])

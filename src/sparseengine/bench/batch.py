@@ -65,13 +65,14 @@ def run_batch(
             usage = [engine.scheduler.cache.usage(int(i)).bytes for i in ids]
             timing.resident_bytes = sum(usage) // len(usage)
             before = time.perf_counter()
-        captured = _num_captured(engine)
+        captured, launched = _num_captured(engine), engine.num_steps
         outputs = engine.step()
         after = time.perf_counter()
         for output in outputs:
             tokens[output.request_id] = len(output.outputs[0].token_ids)
         if all_decode and _num_captured(engine) == captured:
-            timing.steps_s.append(after - before)
+            if engine.num_steps > launched:  # else it only waited for the step before
+                timing.steps_s.append(after - before)
         elif timing.prefill_s is None and like is None and all(tokens.values()):
             timing.prefill_s = after - start
         before = after

@@ -18,8 +18,9 @@ from sparseengine.errors import ConfigError
 Row = Mapping[str, Any]
 
 IDENTITY = ("model", "method", "budget", "input_len", "batch", "load", "op")
-SHAPES = (("input_len", "batch"), ("load",), ("op",))  # one of these must be in both
+SHAPES = (("input_len", "batch"), ("input_len", "requests"), ("load",), ("op",))
 HIGHER_IS_BETTER = {
+    "requests": True,
     "decode_tok_s": True,
     "prefill_tok_s": True,
     "output_tok_s": True,

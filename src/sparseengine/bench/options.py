@@ -98,14 +98,12 @@ class Plan:
 
     def _most(self, llm: LLM, length: int) -> int:
         """The largest batch of requests of this length; 0 when not even one fits."""
-        from sparseengine.engine.admission import charge
+        from sparseengine.engine.admission import charge, fitting
 
         engine = llm.engine
         method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
         cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
-        most, steady = charge(cache, instance, length, self.output_len, budget)
-        room = cache.total_pages() - most
-        fits = 0 if room < 0 else 1 + room // max(1, steady)
+        fits = fitting(cache, charge(cache, instance, length, self.output_len, budget))
         limit = llm.resolved.config.scheduler.max_num_seqs
         if fits > limit and "max" in self.batches:
             note(f"{method}: {fits} requests would fit, max_num_seqs={limit}; raise --max-num-seqs")

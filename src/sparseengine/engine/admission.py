@@ -50,6 +50,12 @@ def charge(
     return Charge(most, steady)
 
 
+def fitting(cache: CacheManager, one: Charge) -> int:
+    """How many requests of this charge run at once: one in prefill, all others decoding."""
+    room = cache.total_pages() - one.most
+    return 0 if room < 0 else 1 + room // max(1, one.steady)
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """An admitted request: its charge, and where it stands.

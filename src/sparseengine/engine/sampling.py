@@ -1,8 +1,8 @@
 """From logits to tokens, with vLLM's semantics.
 
-Order: allowed tokens, bad words, min_tokens, logit bias, penalties; then argmax for greedy rows,
-and temperature, min_p, top_k, top_p, one draw for the others. Log-probabilities are those of the
-model's raw distribution. A draw is the inverse CDF at one Philox number keyed by (seed, output
+Order: allowed tokens, grammar, bad words, min_tokens, logit bias, penalties; then argmax for greedy
+rows, and temperature, min_p, top_k, top_p, one draw for the others. Log-probabilities are those of
+the model's raw distribution. A draw is the inverse CDF at one Philox number keyed by (seed, output
 index), so it depends on nothing else in the batch; ties go to the larger logit, then to the smaller
 token id.
 """
@@ -23,6 +23,7 @@ from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Request
 from sparseengine.engine.draw import NEG_INF, draw, knobs_of, truncates
 from sparseengine.engine.outputs import Logprob, Logprobs, Sample
+from sparseengine.engine.structured import Constraint
 
 _WORD = 1 << 64
 _NOT_FINITE = (
@@ -34,11 +35,15 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingExtras:
-    """What the tokenizer and the engine add to a request's params: ids that end it, bad words."""
+    """What the tokenizer and the engine add to a request's params.
+
+    Ids that end it, bad words, the way through a grammar (its own: siblings share none).
+    """
 
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
 
 
 Draws = Literal["greedy", "whole", "truncated"]
@@ -120,7 +125,12 @@ class Sampler:
         logprobs: list[Logprobs | None] = [None] * len(requests)
         if drawn.logits is not None:
             logprobs = self._logprobs(drawn.logits, host, requests, errors)
-        return [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        found = [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        for i, request in enumerate(requests):
+            extras = self._extras.get(request.id)
+            if extras is not None and extras.constraint is not None and extras.constraint.error:
+                found[i] = Sample(error=extras.constraint.error)
+        return found
 
     def knobs(self, requests: Sequence[Request]) -> NDArray[np.float64]:
         """`knobs_of` for one token of each request."""
@@ -145,6 +155,7 @@ class Sampler:
         p = request.sampling
         return bool(
             p.logprobs is not None
+            or p.structured_outputs is not None
             or p.repetition_penalty != 1.0
             or p.presence_penalty
             or p.frequency_penalty
@@ -157,6 +168,7 @@ class Sampler:
         p = request.sampling
         return bool(
             p.allowed_token_ids is not None
+            or p.structured_outputs is not None
             or p.logit_bias
             or p.repetition_penalty != 1.0
             or p.presence_penalty
@@ -174,8 +186,9 @@ class Sampler:
             kept = row[allowed].clone()
             row.fill_(NEG_INF)
             row[allowed] = kept
+        is_over = extras.constraint is not None and extras.constraint.mask(row, request)
         banned = _banned(request, extras.bad_words)
-        if request.num_generated < p.min_tokens:
+        if request.num_generated < p.min_tokens and not is_over:
             banned |= extras.stop_ids
         if banned:
             row[_ids(sorted(banned), row)] = NEG_INF
@@ -260,8 +273,8 @@ def _result(token: int, logprobs: Logprobs | None, is_bad: int, is_empty: int) -
         return Sample(error=_NOT_FINITE)
     if is_empty:
         return Sample(
-            error="no token is allowed: allowed_token_ids, bad_words, logit_bias and min_tokens "
-            "leave nothing"
+            error="no token is allowed: structured_outputs, allowed_token_ids, bad_words, "
+            "logit_bias and min_tokens leave nothing"
         )
     return Sample(token=token, logprobs=logprobs)
 
