@@ -65,6 +65,8 @@ class SparseConfig:
     ratio: float | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
     enable_methods: tuple[str, ...] = ()
+    prefill: str = "dense"  # every query reads all keys before it
+    prefill_knobs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,6 +318,20 @@ PARAMS: tuple[Param, ...] = (
         kind="names",
         affects=_LAYOUT,
         doc="methods that requests may name, joined by commas",
+    ),
+    Param(
+        path="sparse.prefill",
+        flag="--sparse-prefill",
+        kind="str",
+        affects=_NUMERICS,
+        doc="pattern of sparse prefill, beside any method (see `sparseengine methods`)",
+    ),
+    Param(
+        path="sparse.prefill_knobs",
+        flag="--sparse-prefill-config",
+        kind="json",
+        affects=_NUMERICS,
+        doc='JSON object of the pattern\'s own knobs, e.g. {"min_tokens": 4096}',
     ),
     Param(
         path="runtime.device",

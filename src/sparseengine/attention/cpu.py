@@ -32,6 +32,7 @@ class CpuBackend:
     run torch's fused CPU attention: a full part over the older keys and a causal part over the
     span's own, merged by log-sum-exp, so that no masked half is computed. That attention knows no
     soft cap: layers with one run a plain softmax, some queries at a time. Spans are independent.
+    In a span with a block mask, each block of queries gathers the blocks of keys that it reads.
     """
 
     name = "cpu"
@@ -73,7 +74,8 @@ class CpuBackend:
         cu_q = view.cu_q.tolist()
         for span in range(singles, len(cu_q) - 1):
             queries = slice(cu_q[span], cu_q[span + 1])
-            out[queries] = _attend_span(q[queries], view, span, layer)
+            attend = _attend_blocks if span in view.masks else _attend_span
+            out[queries] = attend(q[queries], view, span, layer)
         return out
 
     def _walks(self, q: Tensor, view: AttentionView, layer: LayerSpec) -> bool:
@@ -207,6 +209,42 @@ def _attend_span(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) ->
         heads = slice(h * layer.group_size, (h + 1) * layer.group_size)
         out[:, heads] = _attend(q[:, heads], keys, values, view.window, layer)
     return out
+
+
+def _attend_blocks(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) -> Tensor:
+    """q [n, Hq, D], one span with a block mask -> [n, Hq, Dv]."""
+    assert view.window is None, "layers with a window have no block masks"
+    lens = [_host_lens(seg, span, layer.kv_heads) for seg in view.segments]
+    parts = [_rows(seg, span, layer, max(n)) for seg, n in zip(view.segments, lens, strict=True)]
+    mask, num_q = view.masks[span], q.shape[0]
+    out = q.new_empty(num_q, layer.q_heads, layer.value_dim)
+    for h in range(layer.kv_heads):
+        keys = _joined([k[h : h + 1, : n[h]] for (k, _), n in zip(parts, lens, strict=True)])[0]
+        values = _joined([v[h : h + 1, : n[h]] for (_, v), n in zip(parts, lens, strict=True)])[0]
+        column = torch.arange(keys.shape[0]) // mask.block
+        for head in range(h * layer.group_size, (h + 1) * layer.group_size):
+            blocks = mask.mask[head if len(mask.mask) > 1 else 0]
+            for row, reads in enumerate(blocks):
+                lo = max(row * mask.block - mask.offset, 0)
+                hi = min((row + 1) * mask.block - mask.offset, num_q)
+                slots = reads[column].nonzero().squeeze(1)
+                own = torch.arange(lo, hi)[:, None] + keys.shape[0] - num_q
+                out[lo:hi, head] = _attend_slots(q[lo:hi, head], keys, values, slots, own, layer)
+    return out
+
+
+def _attend_slots(
+    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, own: Tensor, layer: LayerSpec
+) -> Tensor:
+    """q [n, D] of one head over some slots [m] of a row, causal; own [n, 1]: the queries' slots."""
+    k, v, dead = keys[slots], values[slots], slots > own
+    if _is_fused(q[None], v[None], layer):
+        mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill(dead, float("-inf"))
+        return _fused(q[None], k[None], v[None], layer.softmax_scale, mask=mask)[0][0]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = soft_capped((q.to(dtype) @ k.to(dtype).T) * layer.softmax_scale, layer.softcap)
+    mass = logits.masked_fill(dead, float("-inf")).softmax(-1)
+    return (mass @ v.to(dtype)).to(q.dtype)
 
 
 def _host_lens(segment: Segment, span: int, heads: int) -> list[int]:

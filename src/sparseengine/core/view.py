@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -74,6 +75,22 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMask:
+    """Which blocks of keys the queries of one span read, on top of causality.
+
+    mask: bool [H, nQ, nK] on the device; H is the number of query heads, or 1 when all are alike.
+    block: queries and keys per block. offset: the span's first query is the `offset`-th of block 0,
+    so that query i is in block (offset + i) // block; slot s of the whole row (all segments) is in
+    key block s // block. Blocks that hold a slot of their queries are set, so that a query sees
+    itself at least; blocks behind all of their queries are not.
+    """
+
+    mask: Tensor
+    block: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionView:
     """All that an attention backend sees: no policy, no request ids, no method name.
 
@@ -82,6 +99,7 @@ class AttentionView:
       span with n queries sees the first (total length - n + i + 1) keys.
     num_single: the first num_single spans have exactly one query each (host fact).
     max_q: longest span; max_len: an upper bound of the total row length (host facts).
+    masks: by span, none of them among the first num_single; the other spans read everything.
     """
 
     segments: tuple[Segment, ...]
@@ -90,6 +108,13 @@ class AttentionView:
     num_single: int
     max_q: int
     max_len: int
+    masks: Mapping[int, BlockMask] = field(default_factory=dict)
+
+    def masked(self, masks: Mapping[int, BlockMask]) -> AttentionView:
+        """The same view with block masks for some spans."""
+        if not masks:
+            return self
+        return replace(self, masks=masks, num_single=min(self.num_single, *masks))
 
 
 def leading(view: AttentionView, spans: int) -> AttentionView:
@@ -106,7 +131,12 @@ def leading(view: AttentionView, spans: int) -> AttentionView:
         for s in view.segments
     )
     return replace(
-        view, segments=segments, cu_q=view.cu_q[: spans + 1], num_single=spans, max_q=min(spans, 1)
+        view,
+        segments=segments,
+        cu_q=view.cu_q[: spans + 1],
+        num_single=spans,
+        max_q=min(spans, 1),
+        masks={},
     )
 
 

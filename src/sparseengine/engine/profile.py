@@ -76,7 +76,7 @@ def profile(
         dtype=resolved.dtype,
     )
     before = torch.cuda.memory_allocated(device)
-    controller = Controller(resolved.spec, cache, methods.instances)
+    controller = Controller(resolved.spec, cache, methods.instances, methods.patterns)
     runner = Runner(model, resolved.spec, cache, controller, backends, device)
     _prefill(runner, methods, tokens, scheduler.max_num_seqs)
     torch.cuda.synchronize(device)
@@ -97,6 +97,7 @@ def profile(
 def _prefill(runner: Runner, methods: MethodTable, tokens: int, max_rows: int) -> None:
     """One prompt of `tokens` as one chunk, and the logits of as many rows as ever sample."""
     key, budget = methods.resolve(methods.default, tokens)
+    prefill, _ = methods.resolve_prefill(methods.default)
     request = Request(
         id=0,
         tokens=[0] * tokens,
@@ -105,6 +106,7 @@ def _prefill(runner: Runner, methods: MethodTable, tokens: int, max_rows: int) -
         sampling=SamplingParams(temperature=0.0),
         method=key,
         budget=budget,
+        prefill=prefill,
     )
     plan = StepPlan((Chunk(request, tuple(request.tokens), 0, Purpose.PREFILL, True),))
     cache = runner.cache
