@@ -165,7 +165,7 @@ def test_every_mask_holds_own_blocks_the_tail_and_nothing_later(name: str) -> No
     """On ragged rows, too, some of them shorter than the chunk's positions."""
     for start, count, lens in ((40, 77, (117, 117)), (64, 90, (120, 101)), (5, 130, (135, 135))):
         model, q, k = layer(max(lens), 3)
-        q, k = q[: count], k[: max(lens)].clone()
+        q, k = q[:count], k[: max(lens)].clone()
         for group, length in enumerate(lens):
             k[length:, group] = 0
         pattern = make_pattern(name, {"block": B, "min_tokens": 0, "last": 9}, model)
@@ -314,7 +314,7 @@ def test_wrong_knobs(name: str, knobs: dict[str, Any], message: str) -> None:
 
 
 def test_unknown_patterns_and_models_without_a_layer_to_act_on() -> None:
-    with pytest.raises(ConfigError, match="unknown prefill pattern 'xatention'.*'xattention'"):
+    with pytest.raises(ConfigError, match=r"unknown prefill pattern 'xatention'.*'xattention'"):
         make_pattern("xatention", {}, spec_of(4, 2))
     for kinds in ("l", "w"):
         model = toy_spec(kinds)
