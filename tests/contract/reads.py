@@ -90,12 +90,10 @@ def drive(
         model, merge_plans(model, [method.cache_plan()]), num_pages=2048, dtype=model.dtype,
         poison=True,
     )  # fmt: skip
-    patterns = {} if pattern is None else {"p": pattern}
-    controller = Controller(model, cache, {"m": method}, patterns)
+    controller = Controller(model, cache, {"m": method}, {"p": pattern} if pattern else {})
     backend = Reads(attend=attend)
     tokens = list(range(sum(steps)))
-    request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget)
-    request.prefill = "p"
+    request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget, prefill="p")
     cache.admit(request, cache.match(request))
     out, at = Driven(), 0
     for i, size in enumerate(steps):

@@ -21,7 +21,6 @@ PATTERNS = Registry(
         "xattention": "sparseengine.methods.prefill.xattention:XAttention",
         "flexprefill": "sparseengine.methods.prefill.flexprefill:FlexPrefill",
     },
-    aliases={"none": "dense"},
 )
 
 
@@ -52,8 +51,8 @@ def check_pattern(pattern: PrefillPattern, model: ModelSpec) -> None:
 def describe_patterns() -> list[dict[str, Any]]:
     """Every registered pattern as JSON-ready data, from code alone.
 
-    Keys: name, aliases, summary, family ("prefill"), traits, knobs (name, type, default, doc,
-    allowed).
+    Keys: name, aliases, summary, text (all of the docstring), family ("prefill"), traits, knobs
+    (name, type, default, doc, allowed).
     """
     rows = []
     for name in PATTERNS:
@@ -64,6 +63,7 @@ def describe_patterns() -> list[dict[str, Any]]:
                 "name": name,
                 "aliases": list(PATTERNS.aliases(name)),
                 "summary": (getdoc(pattern) or "").split("\n\n")[0].replace("\n", " "),
+                "text": getdoc(pattern) or "",
                 "family": "prefill",
                 "traits": traits,
                 "knobs": pattern.config_class.describe(),

@@ -106,4 +106,5 @@ def distance(sides: Sides) -> Tensor:
     """Jensen-Shannon distance (the root of the divergence in nats): [Hq]."""
     middle = (sides.estimate + sides.truth) / 2
     parts = [torch.special.xlogy(p, p) - torch.special.xlogy(p, middle) for p in sides]
-    return ((parts[0] + parts[1]).sum(-1) / 2).clamp_min(0).sqrt()
+    divergence: Tensor = (parts[0] + parts[1]).sum(-1) / 2
+    return divergence.clamp_min(0).sqrt()
