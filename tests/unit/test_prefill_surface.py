@@ -16,6 +16,7 @@ from sparseengine.bench.options import add_bench_arguments, engines_of
 from sparseengine.cli.main import main
 from sparseengine.config import collect, config_from_kwargs
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.engine.fit import planned_table
 from sparseengine.errors import ConfigError, RequestError, UnsupportedError
 from sparseengine.evals.options import add_eval_arguments, cases_of
 from sparseengine.llm import LLM
@@ -169,3 +170,21 @@ def test_evaluations_keep_what_they_compare_with_dense() -> None:
     assert cases[-1].label == "snapkv+xattention 0.25"
     without = [case.name for case in cases_of(parser.parse_args(["m", "--methods", "snapkv"]))]
     assert without == [*plain, "snapkv"]
+
+
+def test_the_memory_plan_counts_what_choosing_takes() -> None:
+    def activations(**given: Any) -> int:
+        options = {"load_format": "dummy", "hf_config": "qwen3-8b", "max_num_batched_tokens": 8192}
+        resolved = resolve(config_from_kwargs(model="", device="cpu", **options, **given))
+        table = planned_table(
+            resolved, memory_bytes=150 * 10**9, prompt_tokens=40_000, output_tokens=100
+        )
+        return table.activations
+
+    dense = activations()
+    lines, shape = activations(sparse_prefill="minference"), activations(sparse_prefill="a_shape")
+    keys = 40_000 * 8 * 128 * 4
+    assert dense < shape < dense + (1 << 20)
+    assert dense + keys < lines < dense + (2 << 30)
+    short = {"min_tokens": 50_000}
+    assert activations(sparse_prefill="minference", sparse_prefill_config=short) == dense

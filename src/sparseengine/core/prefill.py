@@ -46,3 +46,7 @@ class PrefillPattern:
     def pattern(self, at: LayerStep, chunk: int) -> BlockMask | None:
         """Device, before attention, for chunks of a prompt: what they read; None is everything."""
         return None
+
+    def scratch_bytes(self, queries: int, length: int) -> int:
+        """About what choosing takes at one layer for a chunk, behind a row of `length` tokens."""
+        return 0

@@ -14,6 +14,7 @@ from sparseengine.engine.memory import (
     cpu_kv_bytes,
     estimated_activations,
     memory_table,
+    pattern_bytes,
     scratch_bytes,
 )
 from sparseengine.errors import ConfigError
@@ -83,7 +84,7 @@ def planned_table(
     architecture = resolved.spec.architecture
     model = MODELS.get(architecture)(resolved.source.hf_config, resolved.spec, device="meta")
     weights, activations = weight_bytes(model), estimated_activations(resolved)
-    activations += scratch_bytes(model, prompt_tokens)
+    activations += scratch_bytes(model, prompt_tokens) + pattern_bytes(resolved, prompt_tokens)
     share = resolved.config.cache.gpu_memory_utilization
     left = int(memory_bytes * share) - weights - activations
     if left <= 0:

@@ -11,6 +11,7 @@ from sparseengine.cache.memory import pools_of, request_bytes
 from sparseengine.cache.plan import geometry
 from sparseengine.core.method import SparseMethod
 from sparseengine.engine.admission import charge
+from sparseengine.methods.prefill import make_pattern
 from sparseengine.resolve import Resolved
 
 DEFAULT_CPU_BYTES = 4 << 30
@@ -113,6 +114,14 @@ def scratch_bytes(model: Any, tokens: int) -> int:
     """The most that a block of the model takes on top of a step's own tensors for a long row."""
     blocks = (m for m in model.modules() if hasattr(m, "scratch_bytes"))
     return max((m.scratch_bytes(tokens) for m in blocks), default=0)
+
+
+def pattern_bytes(resolved: Resolved, tokens: int) -> int:
+    """What the default prefill pattern takes on top of that for a prompt of so many tokens."""
+    sparse = resolved.sparse
+    pattern = make_pattern(sparse.prefill, sparse.prefill_config, resolved.spec)
+    queries = min(resolved.config.scheduler.max_num_batched_tokens, tokens)
+    return pattern.scratch_bytes(queries, tokens)
 
 
 def memory_table(

@@ -14,7 +14,7 @@ from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.graphs import DecodeGraphs
 from sparseengine.engine.intake import MethodTable
-from sparseengine.engine.memory import scratch_bytes
+from sparseengine.engine.memory import pattern_bytes, scratch_bytes
 from sparseengine.engine.model import Model
 from sparseengine.engine.runner import Runner
 from sparseengine.resolve import Resolved
@@ -83,6 +83,8 @@ def profile(
     activations = torch.cuda.max_memory_allocated(device) - before
     longest = scratch_bytes(model, resolved.max_model_len)  # more than the chunk above has taken
     activations += max(0, longest - scratch_bytes(model, tokens))
+    longest = pattern_bytes(resolved, resolved.max_model_len)
+    activations += max(0, longest - pattern_bytes(resolved, tokens))
     graphs = 0
     if uses_graphs(resolved):
         torch.cuda.empty_cache()

@@ -30,6 +30,7 @@ class AShape(BlockPattern):
 
     name = "a_shape"
     config_class = AShapeConfig
+    looks = False
     traits = PrefillTraits(invariant="always")
 
     def choose(self, at: LayerStep, chunk: int, grid: Grid) -> Tensor:

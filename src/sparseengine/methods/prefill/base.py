@@ -11,18 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep
 from sparseengine.core.prefill import PrefillPattern
-from sparseengine.core.specs import ModelSpec
 from sparseengine.core.view import BlockMask
 from sparseengine.methods.knobs import MethodConfig, knob
 
-TILE = 1 << 24  # logits of an estimate that exist at one time
+TILE = 1 << 25  # logits of an estimate that exist at one time
+_TENSORS = 4  # of that size, at most
+_BYTES_PER_BLOCK = 48  # of a pair of blocks of one head: masses, their order, masks, lists
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +117,13 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 
 
 class BlockPattern(PrefillPattern):
-    """A pattern that is a choice of blocks: a subclass writes `choose`."""
+    """A pattern that is a choice of blocks: a subclass writes `choose`.
+
+    looks: whether it looks at queries and keys.
+    """
 
     config_class = PatternConfig
-
-    def __init__(self, config: Any, model: ModelSpec) -> None:
-        super().__init__(config, model)
+    looks: ClassVar[bool] = True
 
     @property
     def block(self) -> int:
@@ -147,6 +149,19 @@ class BlockPattern(PrefillPattern):
         is_dense = part.start + grid.last_query >= prompt - config.last  # [nQ]
         mask = by_head(chosen, heads) | by_head(grid.diagonal, heads) | is_dense[:, None]
         return BlockMask(mask & grid.seen(heads), grid.block, grid.offset)
+
+    def scratch_bytes(self, queries: int, length: int) -> int:
+        layers = [spec for spec in self.model.layers if spec.kind in self.traits.kinds]
+        if length < self.config.min_tokens or not layers:
+            return 0
+        heads = max(spec.q_heads for spec in layers) if self.looks else 1
+        blocks = (queries // self.block + 2) * (length // self.block + 1)
+        found = heads * blocks * _BYTES_PER_BLOCK
+        if self.looks:
+            channels = max(spec.kv_heads * spec.head_dim for spec in layers)
+            found += 3 * length * channels * self.model.dtype.itemsize  # gathered, padded, in order
+            found += _TENSORS * 4 * min(TILE, max(queries, 128) * length)
+        return found
 
 
 def products(queries: Tensor, keys: Tensor) -> Tensor:

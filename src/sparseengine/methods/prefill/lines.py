@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparseengine.core.method import LayerStep
-from sparseengine.methods.prefill.base import Grid, by_head, products
+from sparseengine.methods.prefill.base import TILE, Grid, by_head, products
 from sparseengine.ops.reference.scores import soft_capped
 
 
@@ -25,46 +25,48 @@ class Lines(NamedTuple):
 
 
 def newest_mass(at: LayerStep, chunk: int, count: int, keys: Tensor) -> Iterator[Tensor]:
-    """Attention of the chunk's `count` newest queries: fp32 [w, L] of one query head after another.
+    """Attention of the chunk's `count` newest queries: fp32 [h, w, L] of some query heads in order.
 
-    keys: [Hkv, L, D] as `at.gather` gives them. Softmax over all keys a query sees, causal.
+    keys: [Hkv, L, D] as `at.gather` gives them. Softmax over all keys a query sees, causal. L is a
+    row's own length, and the heads of one share a KV head.
     """
     spec, hi = at.spec, at.span(chunk)[1]
-    queries = at.q[hi - count : hi].transpose(0, 1)
-    lens = at.lens(chunk)
-    slots = torch.arange(keys.shape[1], device=keys.device)
-    back = torch.arange(count - 1, -1, -1, device=keys.device)[:, None]
-    for head, mine in enumerate(queries):
-        group = head // spec.group_size
+    queries = at.q[hi - count : hi].transpose(0, 1)  # [Hq, w, D]
+    lens, size = at.lens(chunk), spec.group_size
+    late = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
+    for group, row in enumerate(keys):
         length = lens[group if len(lens) > 1 else 0]
-        logits = soft_capped(products(mine, keys[group]).mul_(spec.softmax_scale), spec.softcap)
-        yield logits.masked_fill_(slots >= length - back, float("-inf")).softmax(-1)
+        mine = queries[group * size : (group + 1) * size]
+        for part in torch.split(mine, max(1, TILE // (count * length))):
+            logits = products(part.flatten(0, 1), row[:length]).mul_(spec.softmax_scale)
+            logits = soft_capped(torch.unflatten(logits, 0, (-1, count)), spec.softcap)
+            logits[:, :, length - count :].masked_fill_(late, float("-inf"))
+            yield logits.softmax(-1)
 
 
 def lines(at: LayerStep, chunk: int, count: int, grid: Grid, keys: Tensor) -> Lines:
     """Sums of `newest_mass` along columns and along diagonals."""
-    lens, group_size = at.lens(chunk), at.spec.group_size
     width = grid.num_columns * grid.block
     vertical, slash = [], []
-    for head, mass in enumerate(newest_mass(at, chunk, count, keys)):
-        length = lens[head // group_size if len(lens) > 1 else 0]
-        vertical.append(pad(mass.sum(0), (0, width - mass.shape[1])))
-        distance = along_diagonals(mass[:, :length])
-        slash.append(pad(distance, (0, width - length)))
-    return Lines(torch.stack(vertical), torch.stack(slash))
+    for mass in newest_mass(at, chunk, count, keys):
+        room = (0, width - mass.shape[2])
+        vertical.append(pad(mass.sum(1), room))
+        slash.append(pad(along_diagonals(mass), room))
+    return Lines(torch.cat(vertical), torch.cat(slash))
 
 
 def along_diagonals(mass: Tensor) -> Tensor:
-    """mass [w, L] of the w newest queries of a row -> [L]: the sum at each distance from them.
+    """mass [h, w, L] of the w newest queries of a row -> [h, L]: the sum at each distance.
 
     Query i sits at slot L - w + i. Rows laid end to end, each w zeros longer, and read again with
     one column less put equal distances above each other.
     """
-    count, length = mass.shape
-    flipped = pad(mass.flip(1), (0, count)).flatten()
+    heads, count, length = mass.shape
+    flipped = pad(mass.flip(2), (0, count)).contiguous()
     stride = length + count - 1
-    sheared = flipped.as_strided((count, stride), (stride, 1))
-    return sheared[:, count - 1 :].sum(0)
+    strides = (count * (length + count), stride, 1)
+    sheared = flipped.as_strided((heads, count, stride), strides)
+    return sheared[:, :, count - 1 :].sum(1)
 
 
 def pooled(mass: Tensor, block: int) -> Tensor:

@@ -73,28 +73,36 @@ class XAttention(BlockPattern):
         exists = (last >= 0) & (first < grid.queries)
         newest = torch.where(exists, (grid.old + last) // stride, -1)  # [G, tiles] key tiles seen
         newest = newest.expand(at.spec.kv_heads, -1)
-        scale, cap = at.spec.softmax_scale / stride, at.spec.softcap
-        rows = max(1, TILE // keys.shape[1] // (block // stride)) * (block // stride)
+        estimate = _Estimate(
+            scale=at.spec.softmax_scale / stride,
+            cap=at.spec.softcap,
+            size=block // stride,
+            shared=max(0, min(grid.lens) - grid.queries) // stride,
+        )
+        rows = max(1, TILE // keys.shape[1] // estimate.size) * estimate.size
         out = []
         for head, mine in enumerate(queries):
             group = head // at.spec.group_size
-            parts = [
-                _block_mass(part, keys[group], seen, scale, cap, block // stride)
-                for part, seen in zip(
-                    torch.split(mine, rows), torch.split(newest[group], rows), strict=True
-                )
-            ]
-            out.append(torch.cat(parts))
+            parts = zip(torch.split(mine, rows), torch.split(newest[group], rows), strict=True)
+            out.append(torch.cat([estimate.mass(q, keys[group], seen) for q, seen in parts]))
         return torch.stack(out)
 
 
-def _block_mass(
-    queries: Tensor, keys: Tensor, newest: Tensor, scale: float, cap: float, size: int
-) -> Tensor:
-    """queries [m, sD], keys [n, sD], newest [m] -> [m / size, n / size], summed softmax."""
-    logits = soft_capped(products(queries, keys).mul_(scale), cap)
-    dead = torch.arange(keys.shape[0], device=keys.device) > newest[:, None]
-    mass = logits.masked_fill_(dead, float("-inf")).softmax(-1)
-    mass = mass.masked_fill(newest[:, None] < 0, 0.0)  # tiles without a query
-    blocks = torch.unflatten(torch.unflatten(mass, 1, (-1, size)), 0, (-1, size))
-    return blocks.sum((1, 3))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Estimate:
+    """size: tiles per block. shared: key tiles, from the first, that every query tile sees."""
+
+    scale: float
+    cap: float
+    size: int
+    shared: int
+
+    def mass(self, queries: Tensor, keys: Tensor, newest: Tensor) -> Tensor:
+        """queries [m, sD], keys [n, sD], newest [m] -> [m / size, n / size], summed softmax."""
+        logits = soft_capped(products(queries, keys).mul_(self.scale), self.cap)
+        late = torch.arange(self.shared, keys.shape[0], device=keys.device) > newest[:, None]
+        logits[:, self.shared :].masked_fill_(late, float("-inf"))
+        mass = logits.softmax(-1)
+        blocks = torch.unflatten(mass, 1, (-1, self.size)).sum(2)
+        blocks = torch.where(newest[:, None] < 0, 0.0, blocks)  # tiles without a query
+        return torch.unflatten(blocks, 0, (-1, self.size)).sum(1)
