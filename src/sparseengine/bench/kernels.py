@@ -18,6 +18,7 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
+from sparseengine.bench.kernels_prefill import bench_choices, bench_masked
 from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.core.view import AttentionView, Segment
 from sparseengine.errors import ConfigError
@@ -308,6 +309,10 @@ def run(quick: bool) -> list[Result]:
     if not quick:
         bench_sdpa(bench, 8192)
         bench_sdpa(bench, 32768)
+    view, q = head_view([131072], [8192]), _queries(8192)
+    for keep in (0.1, 0.25):
+        bench_masked(bench, LAYER, view, q, keep)
+    bench_choices(bench, LAYER, view, q)
     bench_storage(bench, 320)
     bench_storage(bench, 8192)
     bench_compact(bench, HEADS, 32768, 2048)
