@@ -212,6 +212,23 @@ def test_the_widest_setting_reads_everything(name: str) -> None:
         assert torch.equal(mask.mask, torch.ones(10, 10).tril().bool().expand_as(mask.mask))
 
 
+@pytest.mark.parametrize("name", [n for n in PATTERNS if n != "dense"])
+def test_two_ranks_with_half_the_heads_decide_like_one(name: str) -> None:
+    model, q, k = layer(160, 6)
+    half, knobs = spec_of(2, 1, 16), {"block": B, "min_tokens": 0, "last": 1}
+    if name == "minference":
+        knobs |= {"vertical": 32, "slash": 32}
+    whole = make_pattern(name, knobs, model).pattern(step_of(model, q, k, 0, 9999), 0)  # type: ignore[arg-type]
+    assert whole is not None
+    for rank in range(2):
+        heads, group = slice(2 * rank, 2 * rank + 2), slice(rank, rank + 1)
+        at = step_of(half, q[:, heads], k[:, group], 0, 9999)
+        mine = make_pattern(name, knobs, half).pattern(at, 0)  # type: ignore[arg-type]
+        assert mine is not None
+        assert torch.equal(mine.mask, whole.mask.expand(len(mine.mask) * 2, -1, -1)[heads]
+                           if len(mine.mask) > 1 else whole.mask)  # fmt: skip
+
+
 def test_planted_lines_are_found() -> None:
     """A key that all queries want, and a copy at a fixed distance, are read by all that see it."""
     length, dim, needle, back = 320, 16, 37, 100

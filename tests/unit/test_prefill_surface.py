@@ -126,6 +126,25 @@ def test_engines_that_cannot_say_why(model: str, tmp_path: Path) -> None:
         resolve(config_from_kwargs(model=latent, sparse_prefill="a_shape"))
 
 
+def test_models_with_windows_act_in_their_full_layers(tmp_path: Path) -> None:
+    folder = str(save_checkpoint(tmp_path, "gemma3"))
+    with LLM(folder, enable_methods="full,snapkv", **OPTIONS) as made:
+        asked = [SparseParams("snapkv", budget=60)]
+        for window in (1 << 20, 16):
+            config = {**SMALL, "sink": 16, "window": window}
+            asked.append(
+                SparseParams("snapkv", budget=60, prefill="a_shape", prefill_config=config,
+                             record=True)
+            )  # fmt: skip
+        outputs = [o.outputs[0] for o in made.generate([PROMPT] * 3, GREEDY, asked, use_tqdm=False)]
+        kinds = [spec.kind.name for spec in made.resolved.spec.layers]
+    assert {"FULL", "WINDOW"} <= set(kinds)
+    assert outputs[1].token_ids == outputs[0].token_ids
+    for output, whole in zip(outputs[1:], (True, False), strict=True):
+        assert output.sparse is not None
+        assert (output.sparse.prefill_density == 1.0) == whole
+
+
 def test_benchmarks_compare_with_dense_prefill(model: str) -> None:
     parser = argparse.ArgumentParser()
     add_bench_arguments(parser)
