@@ -24,6 +24,7 @@ _FORMAT = (
     "a list with an object per layer, head number -> [kind, size, size], where kind is "
     f"{LINES} (vertical, slash), {A_SHAPE} (first, near) or {BLOCKS} (sizes are ignored)"
 )
+_LARGEST_FILE = 8 << 20
 _BLOCK_TOKENS = 6400  # of keys that a head of kind BLOCKS reads, as the authors' code has it
 
 
@@ -116,27 +117,27 @@ def _is(kinds: tuple[str, ...], name: str, device: torch.device) -> Tensor:
 
 
 def _read(path: str, model: ModelSpec) -> list[dict[int, tuple[str, int, int]]]:
-    """The patterns of a file, one mapping per layer. Raises `RequestError`."""
+    """The patterns of a file, one mapping per layer; raises `RequestError`.
+
+    One message for all that may be wrong, so that it tells nothing of a file that holds none.
+    """
+    found: list[dict[int, tuple[str, int, int]]] = []
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RequestError(f"patterns={path!r} cannot be read as JSON: {error}") from None
-    try:
-        found = [{int(h): _entry(value) for h, value in layer.items()} for layer in data]
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
-        raise RequestError(f"patterns={path!r}: {error}; it must be {_FORMAT}") from None
-    if len(found) != len(model.layers):
+        file = Path(path)
+        if file.is_file() and file.stat().st_size <= _LARGEST_FILE:
+            data = json.loads(file.read_text(encoding="utf-8"))
+            found = [{int(h): _entry(value) for h, value in layer.items()} for layer in data]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
+        found = []
+    heads = [spec.q_heads for spec in model.layers]
+    fits = len(found) == len(heads) and all(
+        0 <= head < count for layer, count in zip(found, heads, strict=True) for head in layer
+    )
+    if not fits:
         raise RequestError(
-            f"patterns={path!r} is of a model of {len(found)} layers, this one has "
-            f"{len(model.layers)}"
+            f"sparse knob patterns={path!r} is not allowed; it must be a JSON file with {_FORMAT}; "
+            f"this model has {len(heads)} layers with {max(heads, default=0)} query heads"
         )
-    for index, (layer, spec) in enumerate(zip(found, model.layers, strict=True)):
-        wrong = [head for head in layer if not 0 <= head < spec.q_heads]
-        if wrong and spec.q_heads:
-            raise RequestError(
-                f"patterns={path!r} names head {wrong[0]} of layer {index}, which has "
-                f"{spec.q_heads} query heads"
-            )
     return found
 
 
