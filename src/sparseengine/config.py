@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,10 @@ from typing import Any, Literal
 from sparseengine import env
 from sparseengine.errors import ConfigError, nearest
 from sparseengine.provenance import Affects, Given, Param, Source, Value, pick
+from sparseengine.provenance import at_least as _at_least
+from sparseengine.provenance import fraction as _fraction
+from sparseengine.provenance import page_size as _page
+from sparseengine.provenance import seed as _seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +81,17 @@ class RuntimeConfig:
     attention_backend: str = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool = True
+    tuning_file: str | None = None
     max_logprobs: int = 20
+    grammar_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that decides how an engine behaves.
 
-    `origins` says for each parameter that `collect` merged who gave it and what lost; it takes no
-    part in comparisons.
+    `origins`: for each parameter that `collect` merged, who gave it and what lost; not compared.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -105,8 +111,9 @@ class EngineConfig:
         config = self
         for path, value in values.items():
             section, name = path.split(".")
-            changed = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: changed})
+            config = replace(
+                config, **{section: replace(getattr(config, section), **{name: value})}
+            )
         return config
 
     def digest(self, kind: Affects) -> str:
@@ -121,23 +128,6 @@ _NUMERICS = frozenset({Affects.NUMERICS})
 _LAYOUT = frozenset({Affects.LAYOUT})
 _BOTH = frozenset({Affects.NUMERICS, Affects.LAYOUT})
 _ALL = frozenset(Affects)
-
-
-def _at_least(low: int) -> Callable[[Any], str | None]:
-    return lambda v: None if v >= low else f"{low} or more"
-
-
-def _fraction(value: float) -> str | None:
-    return None if 0 < value <= 1 else "in (0, 1]"
-
-
-def _page(value: int) -> str | None:
-    ok = 1 <= value <= 256 and value & (value - 1) == 0
-    return None if ok else "a power of two in [1, 256]"
-
-
-def _seed(value: int) -> str | None:
-    return None if -(1 << 63) <= value < 1 << 63 else "a 64-bit integer"
 
 
 PARAMS: tuple[Param, ...] = (
@@ -362,17 +352,36 @@ PARAMS: tuple[Param, ...] = (
         doc="never replay captured graphs",
     ),
     Param(
+        path="runtime.async_scheduling",
+        flag="--async-scheduling",
+        kind="bool",
+        doc="plan and book steps while the device runs others (CUDA devices)",
+    ),
+    Param(
+        path="runtime.tuning_file",
+        flag="--tuning-file",
+        kind="str",
+        doc="launch shapes of kernels that `bench tune` has measured on such a device",
+    ),
+    Param(
         path="runtime.max_logprobs",
         flag="--max-logprobs",
         kind="int",
         check=_at_least(0),
         doc="most log-probabilities per token a request may ask for",
     ),
+    Param(
+        path="runtime.grammar_timeout_s",
+        flag="--grammar-timeout-s",
+        kind="float",
+        check=_at_least(1),
+        doc="longest time to compile one request's schema, expression or grammar",
+    ),
 )
 
 BY_PATH: Mapping[str, Param] = {p.path: p for p in PARAMS}
 BY_KEYWORD: Mapping[str, Param] = {name: p for p in PARAMS for name in (p.keyword, *p.aliases)}
-_RATIO = "sparse.ratio"  # --kv-budget with a point: it and the budget are one parameter
+_RATIO = "sparse.ratio"  # --kv-budget with a point: one parameter with the budget, one winner
 
 
 def default_of(path: str) -> Any:
@@ -395,10 +404,7 @@ def _by_keyword(values: Mapping[str, Any], where: str) -> dict[str, tuple[Any, s
 
 
 def read_file(path: str | Path) -> dict[str, tuple[Any, str]]:
-    """A YAML or JSON config file -> {path: (raw value, origin)}.
-
-    Keys are flag names (max-model-len) or sections (cache: {block_size: 16}).
-    """
+    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}."""
     import yaml
 
     file = Path(path)

@@ -7,7 +7,7 @@ that a model cannot carry, backends that cannot run. Nothing after this reads th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_model, make_method, resolve_budget
 from sparseengine.methods.prefill import PATTERNS, check_pattern, make_pattern
 from sparseengine.models import model_spec
+from sparseengine.ops.tuned import Tuned, device_key, load
 from sparseengine.provenance import Source, Value
 from sparseengine.weights.source import ModelSource, open_model
 
@@ -43,6 +44,7 @@ class Resolved:
     methods: canonical names of the enabled methods, the default one first.
     groups: the merged cache plan. needs, routes: what each layer asks for, and the decision.
     provenance: "section.name" -> the value in force, who gave it and what lost.
+    tuned: launch shapes of kernels.
     """
 
     config: EngineConfig
@@ -57,6 +59,7 @@ class Resolved:
     needs: tuple[AttentionNeed, ...]
     routes: tuple[RouteDecision, ...]
     max_model_len: int
+    tuned: Tuned = field(default_factory=Tuned)
 
     @property
     def sparse(self) -> SparseParams:
@@ -114,7 +117,13 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
         needs=needs,
         routes=_routes(config, known, needs, caps),
         max_model_len=max_model_len,
+        tuned=_tuned(config.runtime.tuning_file, caps),
     )
+
+
+def _tuned(path: str | None, caps: DeviceCaps) -> Tuned:
+    """What the tuning file says of this kind of device."""
+    return Tuned() if path is None else load(path, device_key(caps.arch, caps.multiprocessors))
 
 
 def _fill(known: dict[str, Value], path: str, value: Any, source: Source, origin: str) -> None:
@@ -284,6 +293,7 @@ def explain(resolved: Resolved, *, prompt_len: int | None = None, max_tokens: in
         "prefill": _explain_prefill(resolved),
         "cache_plan": [_plain(g) for g in resolved.groups],
         "routes": _explain_routes(resolved),
+        "launch_shapes": str(resolved.tuned),
     }
 
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from sparseengine.core.params import DENSE_PREFILL, SamplingParams, SparseParams
 
+UNKNOWN = -1  # a token that a step under way is about to sample; the device alone knows it
+
 
 class Purpose(Enum):
     """Why a chunk runs. REPLAY chunks are observed and never retained."""
@@ -21,11 +23,12 @@ class Purpose(Enum):
 class Request:
     """One generation job. Owns its tokens and counters; mutated by the scheduler alone.
 
-    `tokens` is prompt + generated. `computed` counts positions already run; after a preemption it
-    restarts at 0 and the tokens are run again. `budget` is the resolved tokens per row (None: the
-    method takes none). `method` and `prefill` are the keys under which the controller finds the
-    instances. Chunks of the prompt end at multiples of `align` where the budget of a step allows.
-    `parent` is the id of the request whose prompt rows an n > 1 sibling forks.
+    `tokens` is prompt + generated; the last one may be UNKNOWN. `computed` counts positions already
+    run; after a preemption it restarts at 0 and the tokens are run again. `budget` is the resolved
+    tokens per row (None: the method takes none). `method` and `prefill` are the keys under which
+    the controller finds the instances. Chunks of the prompt end at multiples of `align` where the
+    budget of a step allows. `parent` is the id of the request whose prompt rows an n > 1 sibling
+    forks.
     """
 
     id: int

@@ -28,6 +28,7 @@ from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model
 from sparseengine.nn.linear import make_deterministic
+from sparseengine.ops import tuned
 from sparseengine.resolve import Resolved
 
 _SHOWN_OUTPUT_TOKENS = 256
@@ -47,6 +48,7 @@ def build_engine(resolved: Resolved) -> Built:
     Raises `ConfigError` when the checkpoint is damaged or the memory holds no page.
     """
     config, spec = resolved.config, resolved.spec
+    tuned.use(resolved.tuned)
     tokenizer = resolved.source.load_tokenizer()
     network = load_model(resolved.source, spec, resolved.device, resolved.dtype)
     if config.runtime.deterministic:
@@ -57,7 +59,6 @@ def build_engine(resolved: Resolved) -> Built:
         spec, resolved.methods, resolved.groups, resolved.sparse, resolved.dense_prefill
     )
     methods.resolve(methods.default, resolved.max_model_len)
-    methods.resolve_prefill(methods.default)
     needs, measured = Needs(estimated_activations(resolved), 0), False
     if resolved.device.type == "cuda":
         needs, measured = profile(resolved, model, backends, methods), True
@@ -83,11 +84,13 @@ def build_engine(resolved: Resolved) -> Built:
             eos_ids=resolved.source.eos_token_ids,
             max_logprobs=config.runtime.max_logprobs,
             seed=config.model.seed,
+            grammar_timeout_s=config.runtime.grammar_timeout_s,
         ),
         scheduler=Scheduler(config.scheduler, cache, methods.instances, collector),
         runner=runner,
         controller=controller,
         collector=collector,
+        overlap=config.runtime.async_scheduling and resolved.device.type == "cuda",
     )
     table = fit_table(
         resolved,

@@ -96,8 +96,10 @@ class Controller:
                 chosen = [lens[i] for i in part.chunks]
                 part.method.replayed(_subplan(plan, part.chunks), chosen)
 
-    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+    def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         for part in self._acting(at, "layer_end"):
+            if extra is not None:
+                hidden, extra = hidden + extra, None
             sub = self._narrow(at, part.chunks)
             rows = [hidden[slice(*at.span(i))] for i in part.chunks]
             part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))

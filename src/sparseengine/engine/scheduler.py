@@ -19,7 +19,7 @@ from typing import Protocol
 from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
-from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import Admission, Ticket
 from sparseengine.engine.outputs import Finish, Sample
 from sparseengine.errors import CapacityError
@@ -116,8 +116,12 @@ class Scheduler:
 
     # ── planning a step ───────────────────────────────────────────────────────────────────────────
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, its pages reserved; None when there is nothing to run."""
+    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
+        """The next step, its pages reserved; None when there is nothing to run.
+
+        ahead: a step under way has tokens that are not booked yet. Then nothing is preempted: None
+        also means that pages are short.
+        """
         preempted: list[int] = []
         while True:
             if not preempted or not self.running:
@@ -129,6 +133,8 @@ class Scheduler:
             try:
                 self.cache.reserve(plan)
             except CapacityError as error:
+                if ahead:
+                    return None
                 self._make_room(error, preempted)
                 continue
             self._note(chunks)
@@ -158,8 +164,9 @@ class Scheduler:
 
     def _pick(self) -> list[Chunk]:
         """Chunks of one step, DECODE ones first."""
-        decodes = [t for t in self.running.values() if t.decodes]
-        prefills = [t for t in self.running.values() if not t.decodes]
+        tickets = [t for t in self.running.values() if not t.awaits_last]
+        decodes = [t for t in tickets if t.decodes]
+        prefills = [t for t in tickets if not t.decodes]
         budget = self.config.max_num_batched_tokens
         if not prefills:
             return [t.decode_chunk() for t in decodes]
@@ -234,15 +241,35 @@ class Scheduler:
     # ── after a step ──────────────────────────────────────────────────────────────────────────────
 
     def commit(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
-        """Book what ran: progress, forks, new tokens, ends. `samples` is keyed by request id."""
+        """`advance`, then `book`: for a step whose samples are known when it is over."""
+        self.advance(plan)
+        self.book(plan, samples)
+
+    def advance(self, plan: StepPlan) -> bool:
+        """Note that a step is under way; what it samples is UNKNOWN until it is booked.
+
+        Requests that ended since it was planned are passed over, here and in `book`. False when all
+        have: there is nothing to book.
+        """
+        live = [c for c in plan.chunks if c.request.id in self.running]
+        for chunk in live:
+            self.running[chunk.request.id].advance(chunk)
+            if chunk.samples:
+                chunk.request.tokens.append(UNKNOWN)
+        return bool(live)
+
+    def book(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
+        """Forks, new tokens, ends of a step. `samples` is keyed by request id."""
         for chunk in plan.chunks:
-            ticket = self.running[chunk.request.id]
-            ticket.advance(chunk)
+            ticket = self.running.get(chunk.request.id)
+            if ticket is None:
+                continue
             for sibling in chunk.forks:
                 self._fork(ticket, sibling, samples[sibling.id])
             if chunk.ends_prompt:
                 self._orphan(chunk.request.id)
             if chunk.samples:
+                assert chunk.request.tokens.pop() == UNKNOWN, "booked out of order"
                 finish = self._append(chunk.request, samples[chunk.request.id])
                 if finish is not None:
                     self._finish(chunk.request, finish)

@@ -127,7 +127,15 @@ def _read(path: str, model: ModelSpec) -> list[dict[int, tuple[str, int, int]]]:
         if file.is_file() and file.stat().st_size <= _LARGEST_FILE:
             data = json.loads(file.read_text(encoding="utf-8"))
             found = [{int(h): _entry(value) for h, value in layer.items()} for layer in data]
-    except (OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        LookupError,
+        OverflowError,
+        RecursionError,
+    ):
         found = []
     heads = [spec.q_heads for spec in model.layers]
     fits = len(found) == len(heads) and all(

@@ -13,6 +13,7 @@ from sparseengine.core.view import BlockMask
 from sparseengine.ops.triton.attention import PREFILL, PREFILL_WIDE, _tile, capped
 from sparseengine.ops.triton.keys import Keys
 from sparseengine.ops.triton.launch import Tuning, dot_precision, shared_memory_bytes
+from sparseengine.ops.tuned import launch_shape
 
 _VARYING = ["span", "offset", "table_ss", "table_sg", "lens_ss", "lens_sg", "width"]
 _VARYING_POINTERS = ["table", "lens", "cu_q", "index", "counts"]
@@ -155,7 +156,8 @@ def masked_prefill(
 def _tuning(q: Tensor, keys: Keys, block: int, channels: int) -> Tuning:
     """The dense kernel's launch shape, with tiles that a block holds a whole number of."""
     wide = channels > 128 or q.dtype == torch.float32
-    best = PREFILL_WIDE if wide else PREFILL
+    kind = f"{2 * channels} channels of {keys.k.element_size()} bytes"
+    best = launch_shape("prefill", kind, PREFILL_WIDE if wide else PREFILL)
     best = best.fitted(2 * channels * keys.k.element_size(), shared_memory_bytes(keys.k.device))
     pairs, size = min(best.pairs, block), min(best.keys, block)
     return Tuning(
