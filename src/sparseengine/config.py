@@ -111,9 +111,8 @@ class EngineConfig:
         config = self
         for path, value in values.items():
             section, name = path.split(".")
-            config = replace(
-                config, **{section: replace(getattr(config, section), **{name: value})}
-            )
+            made = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: made})
         return config
 
     def digest(self, kind: Affects) -> str:
@@ -464,8 +463,7 @@ def collect(
     inputs.append((Source.ENV, dict(env.config_values())))
     origins: dict[str, Value] = {}
     for param in PARAMS:
-        default = default_of(param.path)
-        given_here = [Given(default, Source.DEFAULT, "built in")]
+        given_here = [Given(default_of(param.path), Source.DEFAULT, "built in")]
         for source, values in inputs:
             if param.path in values and values[param.path][0] is not None:
                 raw, origin = values[param.path]
