@@ -4,6 +4,7 @@ TRITON_INTERPRET=1 in a process of its own: Triton reads it when it is first imp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,22 @@ from kernel_checks import (
     check_compact,
     check_copy_pages,
     check_fused,
+    check_gathered,
     check_masked,
     check_pages,
+    check_parts,
     check_store,
     check_top_pages,
     check_window_scores,
     seeded_and_poisoned,
 )
+from torch import Tensor
+
+from sparseengine.attention.gathered import GatheredBackend
+from sparseengine.core.specs import LayerSpec
+from sparseengine.ops import triton as kernels
+from sparseengine.ops.dense import _fused_flash
+from sparseengine.ops.parts import Fetch, Parts, attend_parts, cut_row
 
 F32, F16 = torch.float32, torch.float16  # the interpreter's dot misreads bfloat16
 SHAPES = [
@@ -68,6 +78,32 @@ def test_window_scores_of_rows_shorter_than_the_window() -> None:
 
 def test_window_scores_under_a_soft_cap() -> None:
     check_window_scores(SHAPES[0], [150, 70], 8, "sum", F32, "cpu", softcap=0.5)
+
+
+class Gathered(GatheredBackend):
+    """Small parts by torch's attention for CPUs."""
+
+    def cut(self, num_q: int, length: int, layer: LayerSpec) -> Parts | None:
+        return cut_row(num_q, length, 8, 32) if num_q > 4 else None
+
+    def attend(self, q: Tensor, row: Parts, fetch: Fetch, layer: LayerSpec, out: Tensor) -> None:
+        fused = partial(_fused_flash, scale=layer.softmax_scale)
+        attend_parts(q, row, fetch, fused, kernels.merge_parts, out)
+
+
+@pytest.mark.parametrize("layout", ["head", "shared", "picked"])
+def test_gathered_chunks(layout: str) -> None:
+    """Decodes, short chunks, long ones between them, and rows whose heads differ."""
+    shape = Shape(layout=layout, page=4, value_dim=24)
+    lens = [[30, 30], [90, 90], [7, 7], [41, 41], [9, 9], [50, 49]]
+    long_rows = [1, 3] if layout != "shared" else [1, 3, 5]
+    lens = [row[:1] for row in lens] if layout == "shared" else lens
+    check_gathered(shape, [1, 20, 3, 41, 2, 6], lens, F32, "cpu", Gathered(), long_rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts(shape: Shape) -> None:
+    check_parts(shape, 70, F32, "cpu")
 
 
 WIDE = Shape(layout="head", heads=1, group=5, dim=300, page=16)  # as wide as latent rows

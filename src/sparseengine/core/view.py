@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -91,6 +93,18 @@ class BlockMask:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a view's spans: `cu_q` as numbers, and row lengths int32 [S, G].
+
+    first: lengths of the spans before it are known to the device only.
+    """
+
+    starts: tuple[int, ...]
+    lens: npt.NDArray[np.int32]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionView:
     """All that an attention backend sees: no policy, no request ids, no method name.
 
@@ -100,6 +114,7 @@ class AttentionView:
     num_single: the first num_single spans have exactly one query each (host fact).
     max_q: longest span; max_len: an upper bound of the total row length (host facts).
     masks: by span, none of them among the first num_single; the other spans read everything.
+    host: exact sizes of spans and rows, None where the device alone knows them.
     """
 
     segments: tuple[Segment, ...]
@@ -108,6 +123,7 @@ class AttentionView:
     num_single: int
     max_q: int
     max_len: int
+    host: HostRows | None = None
     masks: Mapping[int, BlockMask] = field(default_factory=dict)
 
     def masked(self, masks: Mapping[int, BlockMask]) -> AttentionView:
@@ -148,12 +164,14 @@ class Selection:
     unit: "page" (a column is a table column) or "slot" (a column is a slot of the row).
     cu_q, owner: finer query spans than one per chunk, for block-sparse prefill; owner int64 [S] is
       the chunk of each span.
+    whole_from: spans from here on read all of their columns (a host fact); None: not known.
     """
 
     index: Tensor
     unit: Literal["page", "slot"] = "page"
     cu_q: Tensor | None = None
     owner: Tensor | None = None
+    whole_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

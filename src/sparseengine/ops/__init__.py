@@ -2,12 +2,15 @@
 
 from sparseengine.ops.dispatch import (
     add_rms_norm,
+    attend_row,
     compact,
     copy_pages,
     dense_attention,
     gated,
+    gather_part,
     gather_rows,
     merge_lse,
+    merge_parts,
     moe_experts,
     moe_route,
     norm_rotate,
@@ -22,12 +25,15 @@ from sparseengine.ops.dispatch import (
 
 __all__ = [
     "add_rms_norm",
+    "attend_row",
     "compact",
     "copy_pages",
     "dense_attention",
     "gated",
+    "gather_part",
     "gather_rows",
     "merge_lse",
+    "merge_parts",
     "moe_experts",
     "moe_route",
     "norm_rotate",

@@ -58,15 +58,14 @@ def lines(at: LayerStep, chunk: int, count: int, grid: Grid, keys: Tensor) -> Li
 def along_diagonals(mass: Tensor) -> Tensor:
     """mass [h, w, L] of the w newest queries of a row -> [h, L]: the sum at each distance.
 
-    Query i sits at slot L - w + i. Rows laid end to end, each w zeros longer, and read again with
-    one column less put equal distances above each other.
+    Query i sits at slot L - w + i. Rows laid end to end behind w - 1 zeros each, and read again
+    with one column more, put equal distances above each other.
     """
     heads, count, length = mass.shape
-    flipped = pad(mass.flip(2), (0, count)).contiguous()
-    stride = length + count - 1
-    strides = (count * (length + count), stride, 1)
-    sheared = flipped.as_strided((heads, count, stride), strides)
-    return sheared[:, :, count - 1 :].sum(1)
+    padded = pad(mass, (count - 1, 0)).contiguous()
+    width = padded.shape[2]
+    sheared = padded.as_strided((heads, count, length), (count * width, width + 1, 1))
+    return sheared.sum(1).flip(1)
 
 
 def pooled(mass: Tensor, block: int) -> Tensor:

@@ -3,6 +3,7 @@
 from sparseengine.ops.triton.fused import add_rms_norm, gated, norm_rotate, rms_norm
 from sparseengine.ops.triton.moe import moe_experts
 from sparseengine.ops.triton.moe_route import moe_route
+from sparseengine.ops.triton.parts import gather_part, merge_parts
 from sparseengine.ops.triton.scores import page_bounds, page_scores, window_scores
 from sparseengine.ops.triton.select import take_pages, top_pages
 from sparseengine.ops.triton.storage import compact, copy_pages, store
@@ -12,6 +13,8 @@ __all__ = [
     "compact",
     "copy_pages",
     "gated",
+    "gather_part",
+    "merge_parts",
     "moe_experts",
     "moe_route",
     "norm_rotate",
