@@ -209,3 +209,9 @@ def test_masked_prefill(shape: Shape, lens: list[list[int]]) -> None:
     queries = [1, 40, 37, 3]
     check_masked(shape, queries, lens, 16, {1: 0, 2: 5}, F32, "cpu")
     check_masked(shape, queries, lens, 32, {1: 30, 2: 0, 3: 11}, F16, "cpu", softcap=2.0)
+
+
+def test_masked_chunks_beside_gathered_ones() -> None:
+    shape = Shape(layout="shared", page=4)
+    lens, offsets = [[30], [90], [7], [41], [9], [50]], {3: 5, 4: 0}
+    check_masked(shape, [1, 20, 3, 41, 2, 6], lens, 16, offsets, F32, "cpu", backend=Gathered())
