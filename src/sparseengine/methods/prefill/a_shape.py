@@ -17,7 +17,7 @@ class AShapeConfig(PatternConfig):
     """Knobs of the A-shape."""
 
     sink: int = knob(128, "first tokens that every query reads", low=0, high=1 << 30)
-    window: int = knob(4096, "tokens before a query that it reads at least", low=0, high=1 << 30)
+    window: int = knob(3968, "tokens before a query that it reads at least", low=0, high=1 << 30)
 
 
 class AShape(BlockPattern):
@@ -25,7 +25,8 @@ class AShape(BlockPattern):
 
     The static pattern that MInference calls A-shape, for all heads alike. It looks at no query and
     costs nothing to choose. A query reads the blocks that hold one of its `window` predecessors or
-    one of the sinks; the authors' kernel works on blocks, too, and shipped 128 and 3,968 tokens.
+    one of the sinks. Sizes are the authors' defaults (128 and 3,968 tokens); their tri-shape, which
+    adds a dense end of the prompt, is what `last` makes of every pattern here.
     """
 
     name = "a_shape"
