@@ -32,7 +32,7 @@ class CpuBackend:
     run torch's fused CPU attention: a full part over the older keys and a causal part over the
     span's own, merged by log-sum-exp, so that no masked half is computed. That attention knows no
     soft cap: layers with one run a plain softmax, some queries at a time. Spans are independent.
-    In a span with a block mask, each block of queries gathers the blocks of keys that it reads.
+    In a span with a block mask, each block of queries gets a copy of the blocks of keys it reads.
     """
 
     name = "cpu"
@@ -212,39 +212,38 @@ def _attend_span(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) ->
 
 
 def _attend_blocks(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) -> Tensor:
-    """q [n, Hq, D], one span with a block mask -> [n, Hq, Dv]."""
+    """q [n, Hq, D], one span with a block mask -> [n, Hq, Dv]; copies the blocks that are read."""
     assert view.window is None, "layers with a window have no block masks"
     lens = [_host_lens(seg, span, layer.kv_heads) for seg in view.segments]
     parts = [_rows(seg, span, layer, max(n)) for seg, n in zip(view.segments, lens, strict=True)]
     mask, num_q = view.masks[span], q.shape[0]
     out = q.new_empty(num_q, layer.q_heads, layer.value_dim)
-    for h in range(layer.kv_heads):
-        keys = _joined([k[h : h + 1, : n[h]] for (k, _), n in zip(parts, lens, strict=True)])[0]
-        values = _joined([v[h : h + 1, : n[h]] for (_, v), n in zip(parts, lens, strict=True)])[0]
-        column = torch.arange(keys.shape[0]) // mask.block
-        for head in range(h * layer.group_size, (h + 1) * layer.group_size):
-            blocks = mask.mask[head if len(mask.mask) > 1 else 0]
-            for row, reads in enumerate(blocks):
-                lo = max(row * mask.block - mask.offset, 0)
-                hi = min((row + 1) * mask.block - mask.offset, num_q)
-                slots = reads[column].nonzero().squeeze(1)
-                own = torch.arange(lo, hi)[:, None] + keys.shape[0] - num_q
-                out[lo:hi, head] = _attend_slots(q[lo:hi, head], keys, values, slots, own, layer)
+    together = len(mask.mask) == 1 and all(len(set(n)) == 1 for n in lens)
+    size = layer.q_heads if together else 1  # query heads that read the same slots
+    for head in range(0, layer.q_heads, size):
+        group, heads = head // layer.group_size, slice(head, head + size)
+        mine = slice(None) if together else slice(group, group + 1)
+        keys = _joined([k[mine, : n[group]] for (k, _), n in zip(parts, lens, strict=True)])
+        values = _joined([v[mine, : n[group]] for (_, v), n in zip(parts, lens, strict=True)])
+        reads: list[list[bool]] = mask.mask[head if len(mask.mask) > 1 else 0].tolist()
+        for row, blocks in enumerate(reads):
+            lo = max(row * mask.block - mask.offset, 0)
+            hi = min((row + 1) * mask.block - mask.offset, num_q)
+            ranges = _ranges(blocks, mask.block, keys.shape[1] - num_q + hi)
+            k, v = (_joined([x[:, a:b] for a, b in ranges]) for x in (keys, values))
+            out[lo:hi, heads] = _attend(q[lo:hi, heads], k, v, None, layer)
     return out
 
 
-def _attend_slots(
-    q: Tensor, keys: Tensor, values: Tensor, slots: Tensor, own: Tensor, layer: LayerSpec
-) -> Tensor:
-    """q [n, D] of one head over some slots [m] of a row, causal; own [n, 1]: the queries' slots."""
-    k, v, dead = keys[slots], values[slots], slots > own
-    if _is_fused(q[None], v[None], layer):
-        mask = torch.zeros(dead.shape, dtype=q.dtype).masked_fill(dead, float("-inf"))
-        return _fused(q[None], k[None], v[None], layer.softmax_scale, mask=mask)[0][0]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    logits = soft_capped((q.to(dtype) @ k.to(dtype).T) * layer.softmax_scale, layer.softcap)
-    mass = logits.masked_fill(dead, float("-inf")).softmax(-1)
-    return (mass @ v.to(dtype)).to(q.dtype)
+def _ranges(blocks: list[bool], size: int, stop: int) -> list[tuple[int, int]]:
+    """Slots of the blocks that are set, before `stop`, as ranges; neighbours are joined."""
+    found: list[tuple[int, int]] = []
+    for block, is_set in enumerate(blocks):
+        first, end = block * size, min((block + 1) * size, stop)
+        if is_set and first < stop:
+            start = found.pop()[0] if found and found[-1][1] == first else first
+            found.append((start, end))
+    return found
 
 
 def _host_lens(segment: Segment, span: int, heads: int) -> list[int]:
