@@ -3,6 +3,7 @@ TRITON_INTERPRET=1 in a process of its own: Triton reads it when it is first imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from kernel_checks import (
     Shape,
+    assert_close,
     check_attention,
     check_compact,
     check_copy_pages,
@@ -168,6 +170,42 @@ def test_latent_prefill_beside_decode(shape: Shape) -> None:
 def test_latent_segments(shape: Shape) -> None:
     old, new = [[40], [64], [0], [3]], [[5], [9], [30], [0]]
     check_attention(shape, [1, 9, 30, 2], [old, new], F32, "cpu", latent=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "tiles", "held"), [((1, 16, 4), 3, 1, 16), ((4, 32, 2), 20, 2, 16)]
+)
+def test_merging_parts_of_latent_decode(
+    block: tuple[int, int, int], heads: int, tiles: int, held: int
+) -> None:
+    """Items of 0, 1, 2 and 7 parts, which lie one after the other among unwritten memory."""
+    wgmma = pytest.importorskip("sparseengine.ops.triton.latent_wgmma", reason="needs Gluon")
+    counts, channels = [2, 0, 7, 1], 32
+    number = 3 + sum(counts) * tiles
+    part, lse = torch.randn(number, held, channels), torch.randn(number, held) * 9
+    lens = torch.tensor(counts, dtype=torch.int32)
+    meta = torch.randint(0, 9, (len(counts) * tiles, 2), dtype=torch.int32)
+    out = torch.full((len(counts), heads, channels), 7.0)
+    want, first = out.clone(), 3
+    for span, count in enumerate(counts):
+        for tile in range(tiles):
+            some, mine = (
+                slice(tile * held, min((tile + 1) * held, heads)),
+                slice(first, first + count),
+            )
+            real = some.stop - some.start
+            if count:
+                meta[span * tiles + tile] = torch.tensor([first, first + count])
+            if count != 1:  # of one part, the output is there already
+                share = (lse[mine, :real] * math.log(2)).softmax(0)[..., None]
+                want[span, some] = (share * part[mine, :real]).sum(0)
+            part[mine, real:] = float("nan")
+            first += count
+    wgmma._merge_parts[(len(counts) * -(-heads // block[0]), channels // block[1])](
+        part, lse, meta, lens, out, lens.stride(0), *out.stride()[:2], HEADS=heads, TILES=tiles,
+        BLOCK_M=held, VDIM=channels, BLOCK_H=block[0], BLOCK_V=block[1], BLOCK_K=block[2],
+    )  # fmt: skip
+    assert_close(out, want, F32)
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -297,6 +297,17 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
     for activation in ("silu", "gelu_tanh"):
         both = draw(tokens, 2 * 1100)
         assert_close(kernels.gated(both, activation), reference.gated(both, activation), dtype)
+    for interleaved in (False, True):
+        turn = draw(tokens, 1, 7), draw(tokens, 1, 7)
+        raw, weight = draw(tokens, 30)[:, :26], draw(12)
+        args = (raw, weight, 1e-6, *turn, interleaved)
+        assert_close(kernels.latent_rows(*args), reference.latent_rows(*args), dtype)
+        x, found, twin = draw(tokens, 11, 20)[..., 6:], draw(tokens, 11, 40), draw(tokens, 11, 14)
+        kernels.rotate_into(found[..., 5:19], x, *turn, interleaved)
+        reference.rotate_into(twin, x, *turn, interleaved)
+        assert_close(found[..., 5:19], twin, dtype)
+        kernels.rotate_into(x, x, *turn, interleaved)  # in place
+        assert_close(x, twin, dtype)
     for dim, half, heads in ((16, 8, 9), (24, 6, 5), (64, 32, 3)):
         qk = draw(tokens, heads * dim + 5)[:, : heads * dim].unflatten(1, (heads, dim))
         turn = draw(tokens, 1, half), draw(tokens, 1, half)

@@ -181,18 +181,18 @@ class LatentAttention(nn.Module):
         """hidden [T, hidden] -> [T, hidden]."""
         q, row = self._project(hidden)
         nope, rope = torch.split(q, [self.dims.nope, self.dims.rope], dim=-1)  # [T, H, ...]
-        turned = rotation.apply(rope)
         row = self._row(row, rotation)
         absorbed = q.new_empty(*q.shape[:2], self.dims.kv_rank + self.dims.rope)
         self.kv_b_proj.absorb(nope, out=absorbed[..., : self.dims.kv_rank])
-        absorbed[..., self.dims.kv_rank :] = turned
+        turn = rotation.cos, rotation.sin, rotation.interleaved
+        ops.rotate_into(absorbed[..., self.dims.kv_rank :], rope, *turn)
         at = ctx.store(self.layer, absorbed, row, row[..., : self.dims.kv_rank])
         singles, chunks = ctx.plan.num_decodes, len(ctx.plan.chunks)
         if not self._expands(at, range(singles, chunks)):
             out = self.kv_b_proj.values(ctx.read(at))
         else:
             parts = [self.kv_b_proj.values(ctx.read(at, singles))] if singles else []
-            rope.copy_(turned)  # `q` is whole now
+            rope.copy_(absorbed[..., self.dims.kv_rank :])  # `q` is whole now
             parts += [self._expanded(at, q, chunk) for chunk in range(singles, chunks)]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         ctx.observe(at)
@@ -210,9 +210,8 @@ class LatentAttention(nn.Module):
 
     def _row(self, raw: Tensor, rotation: Rotation) -> Tensor:
         """What the cache stores: normed latent and rotated key, [T, 1, kv_rank + rope]."""
-        latent, key = torch.split(raw, [self.dims.kv_rank, self.dims.rope], dim=-1)
-        parts = (self.kv_a_layernorm(latent)[:, None], rotation.apply(key[:, None]))
-        return torch.cat(parts, dim=-1)
+        norm, turn = self.kv_a_layernorm, (rotation.cos, rotation.sin, rotation.interleaved)
+        return ops.latent_rows(raw, norm.scale(), norm.eps, *turn)[:, None]
 
     def _expands(self, at: LayerStep, chunks: range) -> bool:
         """One choice for all chunks of a step that are not decodes.

@@ -29,6 +29,7 @@ __all__ = [
     "gated",
     "gather_part",
     "gather_rows",
+    "latent_rows",
     "merge_lse",
     "merge_parts",
     "moe_experts",
@@ -37,6 +38,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "rotate_into",
     "store",
     "take_pages",
     "top_pages",
@@ -194,6 +196,19 @@ def norm_rotate(
 ) -> Tensor:
     """RMS norm over each head of qk [T, Hq + Hkv, D], then rotation of its leading channels."""
     out: Tensor = _between(qk).norm_rotate(qk, cos, sin, q_heads, q_weight, k_weight, eps)
+    return out
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate x [T, H, 2 R] into out, which may be x; pairs are neighbours or R channels apart."""
+    _impl(x).rotate_into(out, x, cos, sin, interleaved)
+
+
+def latent_rows(
+    raw: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """RMS norm of the latent, rotation of the key behind it: raw [T, rank + 2 R] -> the same."""
+    out: Tensor = _impl(raw).latent_rows(raw, weight, eps, cos, sin, interleaved)
     return out
 
 

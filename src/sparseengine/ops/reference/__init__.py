@@ -1,7 +1,14 @@
 """Plain-torch twin of every op: runs on any device and is the oracle of the kernels."""
 
 from sparseengine.ops.reference.dense import dense_attention
-from sparseengine.ops.reference.fused import add_rms_norm, gated, norm_rotate, rms_norm
+from sparseengine.ops.reference.fused import (
+    add_rms_norm,
+    gated,
+    latent_rows,
+    norm_rotate,
+    rms_norm,
+    rotate_into,
+)
 from sparseengine.ops.reference.merge import merge_lse
 from sparseengine.ops.reference.moe import moe_experts, moe_route
 from sparseengine.ops.reference.parts import gather_part, merge_parts
@@ -17,6 +24,7 @@ __all__ = [
     "gated",
     "gather_part",
     "gather_rows",
+    "latent_rows",
     "merge_lse",
     "merge_parts",
     "moe_experts",
@@ -25,6 +33,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "rotate_into",
     "store",
     "take_pages",
     "top_pages",

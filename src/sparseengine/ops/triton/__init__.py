@@ -1,6 +1,13 @@
 """Triton kernels of the ops, under the names of their twins in `ops/reference/`."""
 
-from sparseengine.ops.triton.fused import add_rms_norm, gated, norm_rotate, rms_norm
+from sparseengine.ops.triton.fused import (
+    add_rms_norm,
+    gated,
+    latent_rows,
+    norm_rotate,
+    rms_norm,
+    rotate_into,
+)
 from sparseengine.ops.triton.moe import moe_experts
 from sparseengine.ops.triton.moe_route import moe_route
 from sparseengine.ops.triton.parts import gather_part, merge_parts
@@ -14,6 +21,7 @@ __all__ = [
     "copy_pages",
     "gated",
     "gather_part",
+    "latent_rows",
     "merge_parts",
     "moe_experts",
     "moe_route",
@@ -21,6 +29,7 @@ __all__ = [
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "rotate_into",
     "store",
     "take_pages",
     "top_pages",
