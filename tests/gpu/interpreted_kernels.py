@@ -20,9 +20,11 @@ from kernel_checks import (
     check_masked,
     check_pages,
     check_parts,
+    check_slots,
     check_store,
     check_top_pages,
     check_window_scores,
+    rows_held_in_parts,
     seeded_and_poisoned,
 )
 from torch import Tensor
@@ -121,6 +123,18 @@ def test_wide_heads() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_page_summaries(shape: Shape) -> None:
     check_pages(shape, 2, 5, F32, "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [F32, F16])
+def test_slots(shape: Shape, dtype: torch.dtype) -> None:
+    lens = _lens(shape, [[600, 20, 1], [0, 0, 0], [65, 0, 64]])
+    check_slots(shape, lens, dtype, "cpu")
+
+
+def test_slots_of_wide_heads_and_under_a_soft_cap() -> None:
+    check_slots(WIDE, [[70], [1]], F32, "cpu")
+    check_slots(Shape(dim=5, group=17), [[70, 3], [9, 130]], F32, "cpu", softcap=0.5)
 
 
 def _lens(shape: Shape, lens: list[list[int]]) -> list[list[int]]:
@@ -253,3 +267,8 @@ def test_masked_chunks_beside_gathered_ones() -> None:
     shape = Shape(layout="shared", page=4)
     lens, offsets = [[30], [90], [7], [41], [9], [50]], {3: 5, 4: 0}
     check_masked(shape, [1, 20, 3, 41, 2, 6], lens, 16, offsets, F32, "cpu", backend=Gathered())
+
+
+def test_top_pages_of_rows_that_no_program_holds() -> None:
+    with rows_held_in_parts(16):
+        check_top_pages(1, 1, 37, "cpu")

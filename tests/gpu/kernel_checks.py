@@ -22,6 +22,7 @@ from sparseengine.attention.triton import TritonBackend
 from sparseengine.core.view import AttentionView, BlockMask, PackedTable
 from sparseengine.ops import reference
 from sparseengine.ops import triton as kernels
+from sparseengine.ops.triton import select
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from attention_views import Rows, Shape, hosted, layer_of, spans_view
@@ -161,28 +162,30 @@ def check_parts(shape: Shape, length: int, dtype: torch.dtype, device: str) -> N
 
 
 def packed(view: AttentionView) -> AttentionView:
-    """The same view over tables that lie anywhere in one arena, each with a width of its own."""
-    segments = []
-    for segment in view.segments:
-        table = segment.dense_table()
-        spans, groups, columns = table.shape
-        widths = columns + torch.randint(0, 5, (spans,))
-        rows = groups + 2  # two rows of another layer come first
-        sizes = rows * widths
-        order = torch.randperm(spans)
-        base = torch.zeros(spans, dtype=torch.int64)
-        base[order] = 3 + sizes[order].cumsum(0) - sizes[order]
-        arena = torch.randint(0, 2, (3 + int(sizes.sum()),), dtype=torch.int32)
-        for s in range(spans):
-            mine = arena[base[s] : base[s] + sizes[s]].view(rows, int(widths[s]))
-            mine[2:, :columns] = table[s].cpu()
-        place = table.device
-        tables = PackedTable(
-            arena.to(place), base.to(place), widths.to(place), row=2, groups=groups, columns=columns
-        )
-        assert torch.equal(tables.dense(), table)
-        segments.append(replace(segment, table=tables))
+    """The same view over packed tables."""
+    segments = [replace(s, table=packed_table(s.dense_table())) for s in view.segments]
     return replace(view, segments=tuple(segments))
+
+
+def packed_table(table: Tensor) -> PackedTable:
+    """The rows of a table anywhere in one arena, each span with a width of its own."""
+    spans, groups, columns = table.shape
+    widths = columns + torch.randint(0, 5, (spans,))
+    rows = groups + 2  # two rows of another layer come first
+    sizes = rows * widths
+    order = torch.randperm(spans)
+    base = torch.zeros(spans, dtype=torch.int64)
+    base[order] = 3 + sizes[order].cumsum(0) - sizes[order]
+    arena = torch.randint(0, 2, (3 + int(sizes.sum()),), dtype=torch.int32)
+    for s in range(spans):
+        mine = arena[base[s] : base[s] + sizes[s]].view(rows, int(widths[s]))
+        mine[2:, :columns] = table[s].cpu()
+    place = table.device
+    tables = PackedTable(
+        arena.to(place), base.to(place), widths.to(place), row=2, groups=groups, columns=columns
+    )
+    assert torch.equal(tables.dense(), table)
+    return tables
 
 
 def check_store(shape: Shape, tokens: int, dtype: torch.dtype, device: str) -> None:
@@ -281,6 +284,42 @@ def check_pages(shape: Shape, spans: int, width: int, dtype: torch.dtype, device
     assert_close(got, reference.page_scores(q, low, high, table, shape.group), dtype)
 
 
+def check_slots(
+    shape: Shape, lens: list[list[int]], dtype: torch.dtype, device: str, softcap: float = 0.0
+) -> None:
+    """Scores and gathered mass of one query per row; what lies past a row's end stays as it is."""
+    rows = Rows(shape, lens, dtype, device, [shape.dim])
+    (pool,) = rows.pools
+    q = torch.randn(len(lens), shape.heads * shape.group, shape.dim, device=device).to(dtype)
+    precision = torch.float32 if dtype == torch.float32 else torch.float16
+    slot = torch.arange(rows.table.shape[2] * shape.page, device=device)
+    live = (slot < rows.lens[..., None]).expand(-1, shape.heads, -1)
+    args, tables = (pool, rows.table, rows.lens), packed_table(rows.table)
+    for limits in ({}, {"scale": 0.3}, {"scale": 0.3, "normalise": True}):
+        got = kernels.slot_scores(q, *args, **limits)
+        want = reference.slot_scores(q, *args, **limits)
+        assert got.shape == want.shape
+        assert_close(got[live], want[live], precision)
+        walked = kernels.slot_scores(q, pool, tables, rows.lens, **limits)
+        assert torch.equal(walked[live], got[live]), "packed tables are read otherwise"
+    mass = torch.rand(pool.shape[:3], device=device)
+    seen = torch.randint(0, 9, pool.shape[:3], device=device).float()
+    empty = pool[..., 0].isnan()
+    how = {"scale": shape.dim**-0.5, "left": 0.75, "softcap": softcap}
+    found, twins = [(mass.clone(), seen.clone()) for _ in range(2)], (mass.clone(), seen.clone())
+    reference.add_mass(q, *args, *twins, **how)
+    kernels.add_mass(q, *args, *found[0], **how)
+    kernels.add_mass(q, pool, tables, rows.lens, *found[1], **how)
+    for pair in found:
+        assert_close(pair[0], twins[0], precision)
+        assert torch.equal(pair[1], twins[1])
+        assert torch.equal(pair[0][empty], mass[empty]), "slots of no row have changed"
+    assert torch.equal(found[0][0], found[1][0])
+    kernels.add_mass(q, *args, mass, **{**how, "left": 0.0})
+    total = mass[~empty].sum()
+    assert_close(total, (rows.lens > 0).expand(-1, shape.heads).sum() * shape.group, precision)
+
+
 def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
     """The kernels between matrix products, on strided inputs, partial rotation and odd sizes."""
 
@@ -314,6 +353,17 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
         for weights in ((None, None), (draw(dim), draw(dim).float())):
             args = (qk, *turn, heads - 1, *weights, 1e-6)
             assert_close(kernels.norm_rotate(*args), reference.norm_rotate(*args), dtype)
+
+
+@contextmanager
+def rows_held_in_parts(columns: int) -> Iterator[None]:
+    """`top_pages` holds that many columns of a row at once: rows longer than that are few ones."""
+    before = select._HELD_COLUMNS, select._BLOCK_W
+    select._HELD_COLUMNS = select._BLOCK_W = columns
+    try:
+        yield
+    finally:
+        select._HELD_COLUMNS, select._BLOCK_W = before
 
 
 def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:

@@ -17,6 +17,7 @@ from kernel_checks import (
     check_copy_pages,
     check_fused,
     check_pages,
+    check_slots,
     check_store,
     check_top_pages,
     check_window_scores,
@@ -122,6 +123,13 @@ def test_page_summaries(shape: Shape) -> None:
         check_pages(shape, 5, 100, dtype, "cuda")
 
 
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(dim=5, group=17), Shape(dim=576, heads=1)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+def test_slots(shape: Shape, dtype: torch.dtype) -> None:
+    check_slots(shape, _ragged(shape, 9, 5000), dtype, "cuda")
+    check_slots(shape, _ragged(shape, 3, 20_000), dtype, "cuda", softcap=0.5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) -> None:
@@ -129,6 +137,6 @@ def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(3, 1), (3, 3), (1, 1)])
-@pytest.mark.parametrize("columns", [5, 64, 2048, 5000])
+@pytest.mark.parametrize("columns", [5, 64, 2048, 5000, 8193, 40_000, 140_000])
 def test_top_pages(heads: int, groups: int, columns: int) -> None:
     check_top_pages(heads, groups, columns, "cuda")

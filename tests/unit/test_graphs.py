@@ -18,6 +18,7 @@ from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.graphs import Captured, DecodeGraphs, Key, len_buckets, row_buckets
 from sparseengine.llm import LLM
 from sparseengine.methods import METHODS
+from sparseengine.methods.h2o import H2O
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -145,6 +146,39 @@ def test_budgets_of_a_selecting_method_may_differ_in_a_replay(folder: Path) -> N
             replays = llm.engine.runner.num_replays
     assert found[0] == found[1]
     assert replays >= 15
+
+
+@pytest.mark.parametrize("knobs", [{}, {"average": True, "decay": 0.9}], ids=str)
+@pytest.mark.parametrize("interval", [1, 5])
+def test_rows_are_cut_between_replays(
+    folder: Path, interval: int, knobs: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what replays have gathered. Some of the requests are never cut."""
+    knobs = {"interval": interval, **knobs}
+    sparse = [SparseParams("h2o", budget=b, **knobs) for b in (24, 90, 40, 1000, 24)]
+    sampling = SamplingParams(temperature=0, n=2, max_tokens=30, ignore_eos=True)
+    retain, scores = H2O.retain, []
+
+    def spy(self: H2O, found: torch.Tensor, lens: torch.Tensor, budget: int) -> torch.Tensor:
+        scores[-1].append(found)
+        return retain(self, found, lens, budget)
+
+    monkeypatch.setattr(H2O, "retain", spy)
+    found = []
+    for graphs in (False, True):
+        options = {"sparse_method": "h2o", "sparse_config": knobs}
+        scores.append([])
+        with open_llm(folder, graphs=graphs, methods=("h2o",), **options) as llm:
+            found.append(tokens(llm, sampling, sparse))
+            replays = llm.engine.runner.num_replays
+            cache = llm.engine.scheduler.cache
+            cache.check()
+            assert cache.free_pages() == cache.total_pages()
+    assert found[0] == found[1]
+    assert replays >= 20
+    assert len(scores[0]) == len(scores[1]) > 10
+    for eager, replayed in zip(*scores, strict=True):
+        torch.testing.assert_close(eager, replayed, rtol=1e-4, atol=1e-6)
 
 
 def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:

@@ -64,6 +64,8 @@ class GroupCache:
         self._step: StepTensors | None = None
         self._draft: Draft | None = None
         self._tokens: Tokens | None = None
+        self._in_capture = False
+        self._is_replayed = False  # a captured graph runs the committed step
         if poison:
             self.poison_pages(np.arange(n, dtype=np.int32))
 
@@ -110,9 +112,13 @@ class GroupCache:
             for aux in self.page_aux.values():
                 aux[fresh] = aux.new_zeros(())
         self._draft, self._tokens, self._step = draft, tokens, None
+        self._is_replayed = False
 
     def current(self) -> StepTensors:
-        """This step's tensors; the first call builds them and zeroes the new side slots."""
+        """This step's tensors; the first call builds them and zeroes the new side slots.
+
+        A captured graph has zeroed and filled them itself.
+        """
         if self._step is None:
             assert self._draft is not None, "reserve(plan) comes before write, view and layer_step"
             draft, tables = self._draft, self.rows.tables
@@ -127,11 +133,21 @@ class GroupCache:
                 max_len=int(draft.new.max(initial=0)),
                 tokens=self._tokens,
             )
-            self._zero_slots(self._step.slots)
+            if not self._is_replayed:
+                self._zero_slots(self._step.slots)
         return self._step
+
+    def host_lens(self) -> Ints:
+        """Row lengths [S, R] of this step, its tokens included."""
+        if self._step is not None:
+            return self._step.host_lens
+        assert self._draft is not None, "reserve(plan) comes first"
+        return self._draft.new
 
     def own(self, chunk: int) -> None:
         """The request of a chunk rewrites side slots: later steps copy pages that it shares."""
+        if self._in_capture:
+            return  # of no request; those that a replay serves have rewritten theirs before
         assert self._draft is not None, "reserve(plan) comes first"
         self.rows.rewriters.add(int(self._draft.slots[chunk]))
 
@@ -169,6 +185,7 @@ class GroupCache:
         trash = self.mirror.numel() - 1
         places = tables.base[draft.slots], tables.width[draft.slots]
         self.static.load(draft.new, *places, bucket, trash)
+        self._is_replayed = True
 
     def clear_static(self, bucket: int) -> None:
         """One token of the trash page for every row."""
@@ -178,7 +195,7 @@ class GroupCache:
 
     def swap_step(self, step: StepTensors | None) -> StepTensors | None:
         """Make `step` the current one; returns the one before."""
-        before, self._step = self._step, step
+        before, self._step, self._in_capture = self._step, step, False
         return before
 
     def longest(self) -> Ints:
@@ -206,6 +223,7 @@ class GroupCache:
             max_len=longest,
             tokens=None,
         )
+        self._in_capture = True
         self._zero_slots(self._step.slots)
 
     def copy_pages(self, src: Ints, dst: Ints) -> None:

@@ -236,22 +236,22 @@ class PagedCache:
 
     def make_static(self, max_rows: int) -> None:
         """Room at fixed addresses for captured decode steps of up to `max_rows` requests."""
-        self._static_budgets = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
+        self._static_budgets = torch.zeros(2, max_rows, dtype=torch.int32, device=self.device)
         self._static_cu_q = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
         for g in self.groups:
             g.make_static(max_rows)
 
     def load_static(self, bucket: int) -> None:
         """Bring the reserved step, which must be of decodes only, to those addresses."""
-        plan = self._current_plan()
-        budgets = [c.request.budget or 0 for c in plan.chunks] + [0] * (bucket - len(plan.chunks))
-        upload_into(self._static_budgets[:bucket], np.array(budgets, np.int32))
+        budgets = _budgets(self._current_plan())
+        budgets = np.pad(budgets, ((0, 0), (0, bucket - budgets.shape[1])))
+        upload_into(self._static_budgets[:, :bucket], budgets)
         for g in self.groups:
             g.load_static(bucket)
 
     def clear_static(self, bucket: int, budget: int | None) -> None:
         """Every row is one token of the trash page, every budget the given one."""
-        self._static_budgets[:bucket] = budget or 0
+        self._static_budgets[:, :bucket] = budget or 0
         for g in self.groups:
             g.clear_static(bucket)
 
@@ -268,7 +268,7 @@ class PagedCache:
         steps = [g.swap_step(None) for g in self.groups]
         self._begin(plan, Tokens(np.ones(bucket, np.int64), self.device))
         self._tokens.place(self._static_cu_q[: bucket + 1])
-        self._budgets = self._static_budgets[:bucket]
+        self._budgets = self._static_budgets[:, :bucket]
         try:
             for g in self.groups:
                 g.use_static(bucket, max_len, host_len)
@@ -292,10 +292,9 @@ class PagedCache:
         return sum(g.arena_moves for g in self.groups)
 
     def budgets(self) -> Tensor:
-        """int32 [S]: the budget of each chunk's request, 0 for none."""
+        """int32 [2, S]: the budget of each chunk's request, 0 for none; 1 if it outgrows it."""
         if self._budgets is None:
-            budgets = [c.request.budget or 0 for c in self._current_plan().chunks]
-            self._budgets = upload(np.array(budgets, np.int32), self.device)
+            self._budgets = upload(_budgets(self._current_plan()), self.device)
         return self._budgets
 
     def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:
@@ -363,6 +362,10 @@ class PagedCache:
             self._starts,
             self.budgets,
         )
+
+    def stored_step(self, layer: int) -> LayerView:
+        none = torch.empty(0, device=self.device)
+        return self.layer_step(layer, none, none, none)
 
     def state(self, layer: int) -> tuple[Tensor, ...]:
         ids = [c.request.id for c in self._current_plan().chunks]
@@ -463,3 +466,10 @@ class PagedCache:
             g.check(slots)
         for pool in self.pools:
             pool.check([g.owned(slots) for g in self.groups if g.pool is pool])
+
+
+def _budgets(plan: StepPlan) -> Ints:
+    """What `PagedCache.budgets` returns, on the host."""
+    requests = [c.request for c in plan.chunks]
+    both = [[r.budget or 0 for r in requests], [r.outgrows_budget for r in requests]]
+    return np.array(both, np.int32)

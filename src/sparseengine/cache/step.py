@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
 
@@ -13,6 +14,7 @@ from sparseengine import ops
 from sparseengine.cache.group import GroupCache
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerKind, LayerSpec
+from sparseengine.core.view import PackedTable
 
 RequestAux = Callable[[int, int, str], Tensor]  # (request id, layer, name)
 
@@ -73,18 +75,25 @@ class LayerView:
         return self._starts[chunk], self._starts[chunk + 1]
 
     def lens(self, chunk: int) -> tuple[int, ...]:
-        host = self._group.current().host_lens
+        host = self._group.host_lens()
         return tuple(int(n) for n in host[self._chunks[chunk], self._rows])
 
     def budgets(self) -> Tensor:
         spans = _runs([(c, c + 1) for c in self._chunks])
-        return _take(self._budgets(), spans)
+        return _take(self._budgets()[0], spans)
 
     def table(self) -> tuple[Tensor, Tensor]:
         step = self._group.current()
         spans = _runs([(c, c + 1) for c in self._chunks])
         table, lens = step.table(self._rows), step.lens[:, self._rows]
         return _take(table, spans), _take(lens, spans)
+
+    def packed(self) -> tuple[PackedTable, Tensor]:
+        step = self._group.current()
+        spans = _runs([(c, c + 1) for c in self._chunks])
+        table, lens = step.packed(self._rows), step.lens[:, self._rows]
+        base, width = _take(table.base, spans), _take(table.width, spans)
+        return replace(table, base=base, width=width), _take(lens, spans)
 
     def _row(self, chunk: int) -> tuple[Tensor, Tensor]:
         """(int32 [G, W] table, int32 [G] lengths) of one chunk."""
@@ -143,16 +152,27 @@ class LayerView:
         keys, scale, cap = self._pool("keys"), self.spec.softmax_scale, self.spec.softcap
         return ops.window_scores(queries, keys, table, lens, longest, scale, reduce, cap)
 
+    def add_attention(self, mass: str, seen: str | None, left: float) -> None:
+        for chunk, planned in zip(self._chunks, self.plan.chunks, strict=True):
+            if planned.request.outgrows_budget:
+                self._group.own(chunk)
+        table, lens = self.packed()
+        outgrows = _take(self._budgets()[1], _runs([(c, c + 1) for c in self._chunks]))
+        ops.add_mass(
+            self.q,
+            self._pool("keys"),
+            table,
+            lens * outgrows[:, None],
+            self.aux(mass),
+            None if seen is None else self.aux(seen),
+            scale=self.spec.softmax_scale,
+            softcap=self.spec.softcap,
+            left=left,
+        )
+
     def logits(self) -> Tensor:
-        """A slot is a page of one token here, whose bounds are the key: q.k is their bound."""
-        table, pool = self.table()[0], self._group.payload[0]  # [S, G, W], [N, U, P, D]
-        units = self._group.geo.layer_units(self.layer)
-        head = torch.arange(units.start, units.stop, device=table.device)[:, None, None]
-        slot = torch.arange(self.page_size, device=table.device)
-        page = table.long()[..., None] * pool.shape[1]  # [S, G, W, 1]
-        ids = ((page + head) * self.page_size + slot).flatten(2).to(torch.int32)
-        keys = pool.view(-1, 1, pool.shape[3])
-        return ops.page_scores(self.q, keys, keys, ids, self.spec.group_size)
+        table, lens = self.packed()
+        return ops.slot_scores(self.q, self._pool("keys"), table, lens)
 
 
 def _runs(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

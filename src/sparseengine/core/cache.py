@@ -86,6 +86,10 @@ class CacheManager(Protocol):
         """What the methods may see of this step at one layer."""
         ...
 
+    def stored_step(self, layer: int) -> LayerStep:
+        """The same after the forward: q, k and v are empty."""
+        ...
+
     def apply(self, keeps: Sequence[Keep]) -> None:
         """Order-preserving compaction in place; side tensors move along; whole pages come free."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseengine.core.plan import Demand, Request, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, LayerSpec, ModelSpec
-from sparseengine.core.view import BlockMask, Keep, Selection
+from sparseengine.core.view import BlockMask, Keep, PackedTable, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,10 @@ class LayerStep(Protocol):
         """(int32 [S, G, W] page ids, int32 [S, G] lengths) before selection, on the device."""
         ...
 
+    def packed(self) -> tuple[PackedTable, Tensor]:
+        """The same with the tables where they are, for ops that walk them."""
+        ...
+
     def aux(self, name: str) -> Tensor:
         """The pool-shaped side tensor of this layer: [N, Hs, P, *shape] or [N, Hs, *shape]."""
         ...
@@ -131,6 +135,16 @@ class LayerStep(Protocol):
         Softmax in fp32 over all visible keys (causal, bottom-right), then reduced over the queries;
         returns fp32 [Hq, Lmax], query heads grouped by KV head, zero past a row's length. behind:
         the row is taken without its newest `behind` tokens, and Lmax is that much smaller.
+        """
+        ...
+
+    def add_attention(self, mass: str, seen: str | None, left: float) -> None:
+        """What chunks of one token each pay is added to SLOT aux tensors declared `rewritten`.
+
+        mass: fp32 number per slot, becomes mass * left + the attention of the chunk's query, summed
+        over a KV head's query heads; softmax in fp32 over the row. seen becomes seen * left + 1.
+        Rows of requests that cannot outgrow their budget stay as they are. Others have written to
+        these tensors (`scatter`) while they ran their prompts. Device work of static shapes.
         """
         ...
 
@@ -181,9 +195,9 @@ class SparseMethod:
         """Host: what a captured decode step of this method depends on, beside shapes.
 
         lens: the longest row of each chunk. None: in this step `select` returns None at every
-        layer. Else a budget: `select` does the same device work for any requests whose largest
-        budget this is, if host code is told rows that are long enough. Only methods that override
-        `select` and have traits.graph_safe are asked.
+        layer, and no other device hook does anything. Else a budget: device hooks do the same work
+        for any requests whose largest budget this is, if host code is told rows that are long
+        enough. Only methods that have traits.graph_safe are asked.
         """
         return None
 
@@ -207,6 +221,13 @@ class SparseMethod:
 
     def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
         """Device, after the layer."""
+
+    def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
+        """Host, after the forward, before `evict`: look at what is stored, for `evict`.
+
+        Called for eager and captured steps alike. layers: this step at each layer of the method's
+        kinds, made when asked for, as `observe` sees it but without q, k and v.
+        """
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """Host, after the forward: what to retain of the plan's requests."""
@@ -247,5 +268,5 @@ class SparseController(Protocol):
         ...
 
     def end_step(self, plan: StepPlan) -> None:
-        """Truncate replays, evict, apply, seal: in this order."""
+        """Truncate replays, weigh, evict, apply, seal: in this order."""
         ...

@@ -50,6 +50,11 @@ class Request:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def outgrows_budget(self) -> bool:
+        """Whether it can have more tokens than its budget."""
+        return self.budget is not None and self.prompt_len + self.max_tokens > self.budget
+
+    @property
     def in_prefill(self) -> bool:
         return self.computed < self.prompt_len
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep, SparseMethod
 from sparseengine.core.plan import Chunk, Purpose, StepPlan
 from sparseengine.core.prefill import PrefillPattern
-from sparseengine.core.specs import ModelSpec
+from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import BlockMask, Keep, Selection
 from sparseengine.engine.record import Recorder
 from sparseengine.errors import UnsupportedError
@@ -105,19 +106,28 @@ class Controller:
             part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
 
     def end_step(self, plan: StepPlan) -> None:
-        """Truncate replays, evict, apply, seal: in this order, for summaries follow eviction."""
+        """Truncate replays, weigh, evict, apply, seal, in this order: summaries follow eviction."""
         for chunk in plan.chunks:
             if chunk.purpose is Purpose.REPLAY:
                 self.cache.truncate(chunk.request.id, len(chunk.tokens))
         self.recorder.on_stored(plan)
         keeps: list[Keep] = []
         for part in self._split(plan):
+            if _overrides(part.method, "weigh"):
+                layers = partial(self._stored, part)
+                part.method.weigh(_subplan(plan, part.chunks), layers)
             if _overrides(part.method, "evict"):
                 keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
         self._plan = None
+
+    def _stored(self, part: _Part) -> Iterator[LayerStep]:
+        """This step at each layer that a method acts on, after its forward."""
+        for layer, spec in enumerate(self.model.layers):
+            if spec.kind in part.method.traits.kinds and spec.kind is not LayerKind.RECURRENT:
+                yield self._narrow(self.cache.stored_step(layer), part.chunks)
 
     def retain(self, keeps: Sequence[Keep]) -> None:
         """Apply retain decisions between steps (memory pressure): summaries follow at once."""

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseengine.cache.manager import PagedCache
-from sparseengine.cache.tables import Ints
 from sparseengine.cache.tensors import upload_into
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.context import StepContext
@@ -36,8 +35,8 @@ _LEN_GROWTH = 2  # row lengths are bucketed by powers of this
 
 
 class Key(NamedTuple):
-    """rows, max_len: rounded up to buckets. method, budget: of a method that selects in this step;
-    "" and None when everything is read. draws: how tokens are sampled."""
+    """rows, max_len: rounded up to buckets. method, budget: of a method whose device hooks act in
+    this step; "" and None when none does. draws: how tokens are sampled."""
 
     rows: int
     max_len: int
@@ -114,7 +113,7 @@ class DecodeGraphs:
         """The graph that runs this reserved step, or None: it has to run eagerly.
 
         Eager are steps with prompts, with a request that is recorded, of several methods of which
-        one selects, and of models with recurrent states.
+        one acts while decoding, and of models with recurrent states.
         """
         if self._has_states or any(c.purpose is not Purpose.DECODE for c in plan.chunks):
             return None
@@ -122,29 +121,24 @@ class DecodeGraphs:
             return None
         names = {c.request.method for c in plan.chunks}
         longest = self.cache.longest_rows()
-        if not all(self._may_replay(n, plan, longest) for n in names):
-            return None
-        acting = [n for n in names if _selects(self.methods[n])]
-        budget = None
-        if acting:
-            method = self.methods[acting[0]]
-            if len(names) > 1:
+        acting: dict[str, int] = {}
+        for name in names:
+            method, own = self.methods[name], _of(name, plan)
+            part, lens = StepPlan(tuple(plan.chunks[i] for i in own)), longest[own].tolist()
+            if method.traits.graph_safe:
+                budget = method.captured_budget(part, lens)
+                if budget is not None:
+                    acting[name] = budget
+            elif method.traits.decode_hooks and not method.idle(part, lens):
                 return None
-            budget = method.captured_budget(plan, longest.tolist())
+        if acting and len(names) > 1:
+            return None
         rows = self.rows[bisect_left(self.rows, len(plan.chunks))]
         at = bisect_left(self.lens, int(longest.max(initial=1)))
         if at == len(self.lens):
             return None
-        return Key(rows, self.lens[at], acting[0] if budget is not None else "", budget, draws)
-
-    def _may_replay(self, name: str, plan: StepPlan, longest: Ints) -> bool:
-        """A method that acts while decoding does so inside a graph, or not in this step."""
-        method = self.methods[name]
-        if method.traits.graph_safe or not method.traits.decode_hooks:
-            return True
-        own = [i for i, c in enumerate(plan.chunks) if c.request.method == name]
-        part = StepPlan(tuple(plan.chunks[i] for i in own))
-        return method.idle(part, longest[own].tolist())
+        name, found = next(iter(acting.items())) if acting else ("", None)
+        return Key(rows, self.lens[at], name, found, draws)
 
     # ── replay ───────────────────────────────────────────────────────────────────────────────────
 
@@ -231,8 +225,9 @@ class DecodeGraphs:
         return hidden, Best(tokens, best)
 
 
-def _selects(method: SparseMethod) -> bool:
-    return type(method).select is not SparseMethod.select
+def _of(name: str, plan: StepPlan) -> list[int]:
+    """The chunks of one method."""
+    return [i for i, c in enumerate(plan.chunks) if c.request.method == name]
 
 
 def _made_up(key: Key, method: str) -> StepPlan:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 import torch
@@ -29,7 +30,7 @@ class BurstConfig(MethodConfig):
 
 
 class BurstEviction(EvictionMethod):
-    """`watch` sees every chunk, decodes too; `score` works at any time from what `watch` kept.
+    """`watch` sees every chunk, decodes too; `score` works after any step from what `watch` kept.
 
     A row that holds budget + interval tokens after a decode step is cut back to the budget, as all
     rows longer than the budget are when the prompt ends.
@@ -46,29 +47,52 @@ class BurstEviction(EvictionMethod):
 
     def can_cut(self, request: Request) -> bool:
         """Whether a row can outgrow the budget; else nothing of the request need be remembered."""
-        if request.budget is None:
-            return False
-        decoded = request.max_tokens if self.config.interval else 0
-        return request.prompt_len + decoded > request.budget
+        if request.budget is None or self.config.interval:
+            return request.outgrows_budget
+        return request.prompt_len > request.budget
 
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
         return not self.config.interval or not any(self.can_cut(c.request) for c in plan.chunks)
 
     def observe(self, at: LayerStep) -> None:
         super().observe(at)  # chunks of prompts
-        interval = self.config.interval
-        if not self.acts_on(at.layer) or not interval:
-            return
-        for i, chunk in enumerate(at.plan.chunks):
-            if chunk.purpose is not Purpose.DECODE:
-                return
-            budget, lens = chunk.request.budget, at.lens(i)
-            if budget is None or not self.can_cut(chunk.request):
-                continue
+        if self.acts_on(at.layer):
+            decodes = self._growing(at.plan)
+            if decodes:
+                self.watch_decodes(at, decodes)
+
+    def _growing(self, plan: StepPlan) -> list[int]:
+        """Decodes of requests whose rows may have to be cut. DECODE chunks come first in a plan."""
+        if not self.config.interval:
+            return []
+        decodes = takewhile(lambda c: c.purpose is Purpose.DECODE, plan.chunks)
+        return [i for i, c in enumerate(decodes) if self.can_cut(c.request)]
+
+    def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
+        """`watch` for chunks of one token each."""
+        for i in chunks:
             self.watch(at, i)
-            if max(lens) >= budget + interval:
-                found = _Pending(self.score(at, i).float(), lens, budget)
-                self._pending.setdefault(chunk.request.id, {})[at.layer] = found
+
+    def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
+        """Score the rows that have grown by `interval`; they are alike in all layers."""
+        growing = self._growing(plan)
+        if not growing:
+            return
+        for at in layers():
+            if not self.acts_on(at.layer):
+                continue
+            due = 0
+            for i in growing:
+                request, lens = plan.chunks[i].request, at.lens(i)
+                if (
+                    request.budget is not None
+                    and max(lens) >= request.budget + self.config.interval
+                ):
+                    found = _Pending(self.score(at, i).float(), lens, request.budget)
+                    self._pending.setdefault(request.id, {})[at.layer] = found
+                    due += 1
+            if not due:
+                return
 
     def shrink(
         self, request: Request, target_tokens: int, rows: Sequence[LayerStep]

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseengine import ops
 from sparseengine.core.method import LayerStep, SealedPages
 from sparseengine.core.specs import AuxSpec, LayerKind, LayerSpec, ModelSpec, Per
 from sparseengine.core.view import Selection
 from sparseengine.errors import RequestError
 from sparseengine.methods.knobs import MethodConfig, knob
 from sparseengine.methods.tokens import TokenSelection
-
-_SCRATCH = 1 << 24  # labels gathered at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,34 +93,14 @@ class DoubleSparsity(TokenSelection):
         width = self._width(at) if self.acts_on(at.layer) else None
         if width is None:
             return None
-        table, lens = at.table()  # [S, G, W], [S, G]
-        logits = self.label_logits(at, table)  # [S, Hkv, g, L]
-        slot = torch.arange(logits.shape[3], device=logits.device)
-        opened = ((lens - 1) // at.page_size * at.page_size)[..., None]  # [S, G, 1]
-        logits = logits.masked_fill((slot >= opened)[:, :, None], float("-inf"))
-        scores = logits.log_softmax(-1).amax(2)
+        table, lens = at.packed()  # lens [S, G]
+        opened = (lens - 1) // at.page_size * at.page_size
+        q = at.q[..., self.channels(at.spec, at.q.device)]
+        scores = ops.slot_scores(
+            q, at.aux("labels"), table, opened, at.spec.softmax_scale, normalise=True
+        )
         sinks = (at.budgets() // 2).clamp(max=self.config.sink)
-        return self._best(at, scores, opened, sinks, width)
-
-    def label_logits(self, at: LayerStep, table: Tensor) -> Tensor:
-        """q.k over the label channels: table int32 [S, G, W] -> [S, Hkv, g, W * P].
-
-        Slots of the open page and past a row's end hold anything, NaN included.
-        """
-        labels, spec = at.aux("labels"), at.spec
-        spans, heads, columns = table.shape[0], spec.kv_heads, table.shape[2]
-        dtype = torch.float64 if at.q.dtype == torch.float64 else torch.float32
-        q = at.q[..., self.channels(spec, at.q.device)].to(dtype) * spec.softmax_scale
-        q = q.reshape(spans, heads, spec.group_size, -1)
-        pages = table.long().expand(spans, heads, -1)
-        inner = torch.arange(heads, device=table.device)[:, None]
-        inner = inner if labels.shape[1] > 1 else torch.zeros_like(inner)
-        step = max(1, _SCRATCH // max(1, spans * heads * labels[0, 0].numel()))
-        parts = []
-        for first in range(0, columns, step):
-            found = labels[pages[..., first : first + step], inner]  # [S, Hkv, w, P, r]
-            parts.append(q @ found.flatten(2, 3).to(dtype).mT)
-        return torch.cat(parts, -1)
+        return self._best(at, scores, opened[..., None], sinks, width)
 
 
 def builtin_channels(spec: LayerSpec, count: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep
-from sparseengine.core.plan import Purpose
+from sparseengine.core.plan import Purpose, StepPlan
 from sparseengine.core.specs import AuxSpec, Per
 from sparseengine.methods.budgets import split_protected
 from sparseengine.methods.bursts import BurstConfig, BurstEviction
@@ -62,7 +62,7 @@ class H2O(BurstEviction):
     the same way. The budget counts everything retained.
 
     Costs: scoring reads every key of the prompt once more for every query, in tiles of bounded
-    memory, and each decode step reads the row's keys a second time; 4 bytes per token and KV head
+    memory, and each decode step reads the row's keys twice more; 4 bytes per token and KV head
     (8 with `average`). Old tokens were seen by more queries, so the sum prefers them; `average`
     takes that away.
 
@@ -74,7 +74,7 @@ class H2O(BurstEviction):
 
     name = "h2o"
     config_class = H2OConfig
-    traits = replace(BurstEviction.traits, scores="mass")
+    traits = replace(BurstEviction.traits, scores="mass", graph_safe=True)
 
     def aux(self) -> tuple[AuxSpec, ...]:
         names = (_MASS, _SEEN) if self.config.average else (_MASS,)
@@ -106,6 +106,15 @@ class H2O(BurstEviction):
             slot = torch.arange(longest, device=mass.device)
             saw = (lens[:, None] - slot).clamp(0, hi - lo)  # of this chunk's queries
             at.scatter(_SEEN, chunk, at.gather(_SEEN, chunk) * left + saw)
+
+    def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
+        """The same for one query per row, all rows at once."""
+        seen = _SEEN if self.config.average else None
+        at.subset(chunks).add_attention(_MASS, seen, self.config.decay)
+
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        """One graph for all budgets: it gathers, and `weigh` looks at the sums afterwards."""
+        return 0 if self.layers and self._growing(plan) else None
 
     @staticmethod
     def _tiles(count: int, length: int, group: int) -> list[tuple[int, int]]:

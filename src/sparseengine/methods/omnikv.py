@@ -93,7 +93,7 @@ class OmniKV(TokenSelection):
     def choose(self, at: LayerStep, width: int) -> Selection:
         """The tokens of largest q.k over all heads, one list for all: index [S, 1, K]."""
         scores = at.logits().amax(1, keepdim=True)  # [S, 1, L]
-        budgets, lens = at.budgets(), at.table()[1][:, :1]
+        budgets, lens = at.budgets(), at.packed()[1][:, :1]
         recent = (budgets // 2).clamp(max=self.config.recent)[:, None]
         sinks = (budgets // 4).clamp(max=self.config.sink)
         return self._best(at, scores, (lens - recent)[..., None], sinks, width)

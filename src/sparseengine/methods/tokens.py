@@ -29,7 +29,7 @@ class TokenSelection(SelectionMethod):
         first. sinks: int64 [S], how many first slots are forced, as the newest is. width: the
         largest count.
         """
-        lens = at.table()[1]
+        lens = at.packed()[1]
         lens = lens[:, :1] if scores.shape[1] == 1 else lens
         slot = torch.arange(scores.shape[2], device=scores.device)
         newer = _RECENT * (1 + (slot - recent) / scores.shape[2])

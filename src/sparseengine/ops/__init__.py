@@ -1,6 +1,7 @@
 """Ops on paged pools: `ops.store(...)` and friends choose their implementation by device."""
 
 from sparseengine.ops.dispatch import (
+    add_mass,
     add_rms_norm,
     attend_row,
     compact,
@@ -19,6 +20,7 @@ from sparseengine.ops.dispatch import (
     page_scores,
     rms_norm,
     rotate_into,
+    slot_scores,
     store,
     take_pages,
     top_pages,
@@ -26,6 +28,7 @@ from sparseengine.ops.dispatch import (
 )
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "attend_row",
     "compact",
@@ -44,6 +47,7 @@ __all__ = [
     "page_scores",
     "rms_norm",
     "rotate_into",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from sparseengine.core.view import PackedTable
 from sparseengine.ops import reference
 
 _THREADED_ELEMENTS = 1 << 15  # fewer are done by the calling thread
@@ -179,6 +180,27 @@ def page_scores(
         out.data_ptr(),
     )
     return out
+
+
+def slot_scores(q: Tensor, k_pool: Tensor, table: Tensor | PackedTable) -> Tensor | None:
+    """Unscaled `ops.slot_scores` by the compiled kernel, or None when it cannot run.
+
+    A slot is a page of one token here, whose bounds are the key: q.k is their bound.
+    """
+    size = k_pool.shape[3]
+    strides = [step // size for step in k_pool.stride()[:3]]  # in keys
+    if any(step % size for step in k_pool.stride()[:3]) or k_pool.stride(3) != 1:
+        return None
+    rest = sum((n - 1) * step for n, step in zip(k_pool.shape, strides, strict=False))
+    if rest >= 1 << 31:
+        return None
+    dense = table.dense() if isinstance(table, PackedTable) else table
+    heads = max(dense.shape[1], k_pool.shape[1])
+    head = torch.arange(heads)[:, None, None] * (strides[1] if k_pool.shape[1] > 1 else 0)
+    slot = torch.arange(k_pool.shape[2]) * strides[2]
+    ids = (dense.long()[..., None] * strides[0] + head + slot).flatten(2).to(torch.int32)
+    keys = k_pool.as_strided((rest + 1, 1, size), (size, size, 1))
+    return page_scores(q, keys, keys, ids, q.shape[1] // heads)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Device choice of every op: Triton on CUDA, plain torch elsewhere. Signatures are the contract.
 
-On a CPU `store` and `page_scores` are compiled loops where `ops.cpu` can run them.
+On a CPU `store`, `page_scores` and `slot_scores` are compiled loops where `ops.cpu` can run them.
 
 Shapes and meaning are documented at the twins in `ops/reference/`.
 """
@@ -21,6 +21,7 @@ from sparseengine.ops.reference import gather_rows, merge_lse
 from sparseengine.ops.routing import RouterSpec
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "attend_row",
     "compact",
@@ -39,6 +40,7 @@ __all__ = [
     "page_scores",
     "rms_norm",
     "rotate_into",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",
@@ -112,6 +114,42 @@ def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size
             return found
     out: Tensor = _impl(kmin).page_scores(q, kmin, kmax, table, group_size)
     return out
+
+
+def slot_scores(
+    q: Tensor,
+    k_pool: Tensor,
+    table: Tensor | PackedTable,
+    lens: Tensor,
+    scale: float = 1.0,
+    *,
+    normalise: bool = False,
+) -> Tensor:
+    """scale * q.k of one query per row on each slot, largest of the group: fp32 [S, Hkv, W * P]."""
+    if k_pool.device.type == "cpu" and not normalise:
+        found = cpu.slot_scores(q, k_pool, table)
+        if found is not None:
+            return found if scale == 1 else found.mul_(scale)
+    out: Tensor = _impl(k_pool).slot_scores(q, k_pool, table, lens, scale, normalise=normalise)
+    return out
+
+
+def add_mass(
+    q: Tensor,
+    k_pool: Tensor,
+    table: Tensor | PackedTable,
+    lens: Tensor,
+    mass: Tensor,
+    seen: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float = 0.0,
+    left: float = 1.0,
+) -> None:
+    """Add what one query per row pays on each slot to `mass` [N, Hs, P], and 1 to `seen`."""
+    _impl(k_pool).add_mass(
+        q, k_pool, table, lens, mass, seen, scale=scale, softcap=softcap, left=left
+    )
 
 
 def moe_route(logits: Tensor, bias: Tensor | None, spec: RouterSpec) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,11 @@ from sparseengine.ops.reference.moe import moe_experts, moe_route
 from sparseengine.ops.reference.parts import gather_part, merge_parts
 from sparseengine.ops.reference.scores import page_bounds, page_scores, window_scores
 from sparseengine.ops.reference.select import take_pages, top_pages
+from sparseengine.ops.reference.slots import add_mass, slot_scores
 from sparseengine.ops.reference.storage import compact, copy_pages, gather_rows, store
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "compact",
     "copy_pages",
@@ -34,6 +36,7 @@ __all__ = [
     "page_scores",
     "rms_norm",
     "rotate_into",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",

@@ -13,9 +13,11 @@ from sparseengine.ops.triton.moe_route import moe_route
 from sparseengine.ops.triton.parts import gather_part, merge_parts
 from sparseengine.ops.triton.scores import page_bounds, page_scores, window_scores
 from sparseengine.ops.triton.select import take_pages, top_pages
+from sparseengine.ops.triton.slots import add_mass, slot_scores
 from sparseengine.ops.triton.storage import compact, copy_pages, store
 
 __all__ = [
+    "add_mass",
     "add_rms_norm",
     "compact",
     "copy_pages",
@@ -30,6 +32,7 @@ __all__ = [
     "page_scores",
     "rms_norm",
     "rotate_into",
+    "slot_scores",
     "store",
     "take_pages",
     "top_pages",

@@ -18,7 +18,7 @@ _LN2 = 0.6931471805599453
 
 
 @triton.jit
-def _key_tile(
+def key_tile(
     k, table, n, bound, k_sn, k_sp,
     d0, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -34,14 +34,14 @@ def _key_tile(
 
 
 @triton.jit
-def _query_tile(q, at, ok, d0, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def query_tile(q, at, ok, d0, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Channels d0.. of the queries that start at `at`: [BLOCK_M, BLOCK_D], zeros where not ok."""
     d = d0 + tl.arange(0, BLOCK_D)
     return tl.load(q + at[:, None] + d[None, :], mask=ok[:, None] & (d < DIM)[None, :], other=0.0)
 
 
 @triton.jit
-def _wide_products(
+def wide_products(
     q, at, ok, k, table, n, bound, k_sn, k_sp,
     PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
@@ -49,13 +49,13 @@ def _wide_products(
     """q.k [BLOCK_M, BLOCK_N] of heads with more channels than a tile holds."""
     s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for d0 in tl.range(0, DIM, BLOCK_D, num_stages=2):
-        x = _query_tile(q, at, ok, d0, DIM, BLOCK_D)
-        keys = _key_tile(k, table, n, bound, k_sn, k_sp, d0, PAGE, DIM, BLOCK_D)
+        x = query_tile(q, at, ok, d0, DIM, BLOCK_D)
+        keys = key_tile(k, table, n, bound, k_sn, k_sp, d0, PAGE, DIM, BLOCK_D)
         s = tl.dot(x, tl.trans(keys), s, input_precision=PRECISION)
     return s
 
 
-def _channel_block(dim: int) -> int:
+def channel_block(dim: int) -> int:
     """Channels of a tile: a head's, as long as queries and keys fit the shared memory whole."""
     return max(16, int(triton.next_power_of_2(dim))) if dim <= _WHOLE_DIM else _PART_DIM
 
@@ -89,7 +89,7 @@ def _mass_lse_kernel(
     i = m % window
     ok = m < GROUP * window
     at = i * q_st + (head * GROUP + m // window) * q_sh
-    x = _query_tile(q, at, ok, 0, DIM, BLOCK_D)  # unused, and so not read, for wider heads
+    x = query_tile(q, at, ok, 0, DIM, BLOCK_D)  # unused, and so not read, for wider heads
     visible = length - window + i + 1
     size = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_N) * BLOCK_N
     lo = split * size
@@ -98,12 +98,12 @@ def _mass_lse_kernel(
     for n0 in range(lo, tl.minimum(lo + size, length), BLOCK_N):
         n = n0 + tl.arange(0, BLOCK_N)
         if DIM > BLOCK_D:
-            s = _wide_products(
+            s = wide_products(
                 q, at, ok, k, table, n, length, k_sn, k_sp,
                 PAGE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
             )  # fmt: skip
         else:
-            keys = _key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D)
+            keys = key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D)
             s = tl.dot(x, tl.trans(keys), input_precision=PRECISION)
         s = soft_cap(s, scale, cap, SOFTCAP)
         s = tl.where(n[None, :] < visible[:, None], s, float("-inf"))
@@ -134,7 +134,7 @@ def _mass_reduce_kernel(
     if POOL_HEADS:
         k += head * k_sh
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    keys = tl.trans(_key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D))
+    keys = tl.trans(key_tile(k, table, n, length, k_sn, k_sp, 0, PAGE, DIM, BLOCK_D))
     for g in range(GROUP):
         acc = tl.zeros([BLOCK_N], tl.float32)
         for i0 in range(0, window, BLOCK_M):
@@ -143,12 +143,12 @@ def _mass_reduce_kernel(
             at = i * q_st + (head * GROUP + g) * q_sh
             norm = tl.load(lse + (head * GROUP + g) * window + i, mask=ok, other=float("-inf"))
             if DIM > BLOCK_D:
-                s = _wide_products(
+                s = wide_products(
                     q, at, ok, k, table, n, length, k_sn, k_sp,
                     PAGE, DIM, BLOCK_D, BLOCK_M, BLOCK_N, PRECISION,
                 )  # fmt: skip
             else:
-                x = _query_tile(q, at, ok, 0, DIM, BLOCK_D)
+                x = query_tile(q, at, ok, 0, DIM, BLOCK_D)
                 s = tl.dot(x, keys, input_precision=PRECISION)
             s = soft_cap(s, scale, cap, SOFTCAP)
             seen = ok[:, None] & (n[None, :] < (length - window + i + 1)[:, None])
@@ -194,7 +194,7 @@ def window_scores(
         "GROUP": group,
         "PAGE": k_pool.shape[2],
         "DIM": dim,
-        "BLOCK_D": _channel_block(dim),
+        "BLOCK_D": channel_block(dim),
         "BLOCK_N": block_n,
         "ROW_PER_HEAD": table.shape[0] > 1,
         "POOL_HEADS": k_pool.shape[1] > 1,
@@ -239,7 +239,7 @@ def page_bounds(k_pool: Tensor, pages: Tensor, kmin: Tensor, kmax: Tensor) -> No
     if kmin.stride() != kmax.stride() or kmin.stride(2) != 1 or k_pool.stride(3) != 1:
         raise ValueError("kmin and kmax need equal strides, and channels must be contiguous")
     dim = k_pool.shape[3]
-    block = min(_channel_block(dim), 128)
+    block = min(channel_block(dim), 128)
     _page_bounds_kernel[(pages.numel(), k_pool.shape[1], triton.cdiv(dim, block))](
         k_pool, pages.contiguous(), kmin, kmax, *k_pool.stride()[:3], *kmin.stride()[:2],
         PAGE=k_pool.shape[2], BLOCK_P=triton.next_power_of_2(k_pool.shape[2]),
@@ -255,7 +255,8 @@ def _page_scores_kernel(
     q_st, q_sh, b_sn, b_sh, table_ss, table_sg,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr,
     DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_W: tl.constexpr,
-    ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, PRECISION: tl.constexpr,
+    ROW_PER_HEAD: tl.constexpr, POOL_HEADS: tl.constexpr, ONE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     span, head = (tl.program_id(0) // KV_HEADS).to(tl.int64), tl.program_id(0) % KV_HEADS
     row = head if ROW_PER_HEAD else 0
@@ -267,14 +268,17 @@ def _page_scores_kernel(
     s = tl.zeros([BLOCK_G, BLOCK_W], tl.float32)
     for d0 in tl.range(0, DIM, BLOCK_D, num_stages=1):
         d = d0 + tl.arange(0, BLOCK_D)
-        x = _query_tile(q, at, g < GROUP, d0, DIM, BLOCK_D)
+        x = query_tile(q, at, g < GROUP, d0, DIM, BLOCK_D)
         zero = tl.zeros_like(x)
         ok = (w < width)[:, None] & (d < DIM)[None, :]
         high = tl.load(kmax + to[:, None] + d[None, :], mask=ok, other=0.0)
-        low = tl.load(kmin + to[:, None] + d[None, :], mask=ok, other=0.0)
-        # q_d takes the page's maximum where it is positive and the minimum elsewhere.
-        s = tl.dot(tl.where(x > 0, x, zero), tl.trans(high), s, input_precision=PRECISION)
-        s = tl.dot(tl.where(x > 0, zero, x), tl.trans(low), s, input_precision=PRECISION)
+        if ONE:  # the bounds are one tensor
+            s = tl.dot(x, tl.trans(high), s, input_precision=PRECISION)
+        else:
+            low = tl.load(kmin + to[:, None] + d[None, :], mask=ok, other=0.0)
+            # q_d takes the page's maximum where it is positive and the minimum elsewhere.
+            s = tl.dot(tl.where(x > 0, x, zero), tl.trans(high), s, input_precision=PRECISION)
+            s = tl.dot(tl.where(x > 0, zero, x), tl.trans(low), s, input_precision=PRECISION)
     s = tl.max(tl.where((g < GROUP)[:, None], s, float("-inf")), 0)
     tl.store(out + (span * KV_HEADS + head) * width + w, s, mask=w < width)
 
@@ -295,8 +299,8 @@ def page_scores(q: Tensor, kmin: Tensor, kmax: Tensor, table: Tensor, group_size
         q, kmin, kmax, table, out, width,
         *q.stride()[:2], *kmin.stride()[:2], *table.stride()[:2],
         KV_HEADS=kv_heads, GROUP=group_size, BLOCK_G=max(16, triton.next_power_of_2(group_size)),
-        DIM=dim, BLOCK_D=_channel_block(dim), BLOCK_W=64,
+        DIM=dim, BLOCK_D=channel_block(dim), BLOCK_W=64,
         ROW_PER_HEAD=table.shape[1] > 1, POOL_HEADS=kmin.shape[1] > 1,
-        PRECISION=dot_precision(q.dtype), num_warps=4,
+        ONE=kmin.data_ptr() == kmax.data_ptr(), PRECISION=dot_precision(q.dtype), num_warps=4,
     )  # fmt: skip
     return out

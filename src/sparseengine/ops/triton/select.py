@@ -13,10 +13,42 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseengine.core.view import PackedTable
-from sparseengine.ops.reference.select import top_pages as twin
 
-_MAX_COLUMNS = 1 << 15  # of one row that a program holds in registers
+_HELD_COLUMNS = 1 << 13  # of one row that a program holds in registers
+_BLOCK_W = 4096  # columns that it holds of a longer one
 _BLOCK_K = 256
+
+
+@triton.jit
+def _ranks(scores, w, used, sinks):
+    """int32 numbers in the order of a row's scores at columns w, forced ones above all others."""
+    x = tl.load(scores + w, mask=w < used, other=float("-inf"))
+    x = tl.where(x == x, x, float("-inf"))
+    x = tl.where(x == 0.0, 0.0, x)  # both zeros are one number
+    x = tl.minimum(x, 3.4028234663852886e38)  # an infinite score is below what is forced
+    x = tl.where((w < sinks) | (w == used - 1), float("inf"), x)
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered as the floats are
+
+
+@triton.jit
+def _row_count(lens, budgets, span, group, lens_ss, lens_sg, least, PAGE: tl.constexpr):
+    """(columns in use of a row, how many of them are chosen)."""
+    length = tl.load(lens + span * lens_ss + group * lens_sg)
+    budget = tl.load(budgets + span)
+    used = tl.cdiv(length, PAGE)
+    count = used
+    if length > budget:
+        count = tl.minimum(used, tl.maximum(budget // PAGE, least))
+    return used, count
+
+
+@triton.jit
+def _pad_tail(out, count, width, BLOCK_K: tl.constexpr):
+    """-1 behind the chosen columns."""
+    for k0 in range(0, width, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        tl.store(out + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < width))
 
 
 @triton.jit
@@ -29,21 +61,9 @@ def _top_pages_kernel(
     row = tl.program_id(0).to(tl.int64)
     span, head = row // HEADS, row % HEADS
     group = head if ROW_PER_HEAD else 0
-    length = tl.load(lens + span * lens_ss + group * lens_sg)
-    budget = tl.load(budgets + span)
-    used = tl.cdiv(length, PAGE)
-    count = used
-    if length > budget:
-        count = tl.minimum(used, tl.maximum(budget // PAGE, least))
-
+    used, count = _row_count(lens, budgets, span, group, lens_ss, lens_sg, least, PAGE)
     w = tl.arange(0, BLOCK_W)
-    x = tl.load(scores + row * columns + w, mask=w < columns, other=float("-inf"))
-    x = tl.where(x == x, x, float("-inf"))
-    x = tl.where(x == 0.0, 0.0, x)  # both zeros are one number
-    x = tl.minimum(x, 3.4028234663852886e38)  # an infinite score is below what is forced
-    x = tl.where((w < sinks) | (w == used - 1), float("inf"), x)
-    bits = x.to(tl.int32, bitcast=True)
-    key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)  # ordered as the floats are
+    key = _ranks(scores + row * columns, w, used, sinks)
     inside = w < used
     least_key = tl.full([], -2147483648, tl.int64)
     for i in range(32):
@@ -57,9 +77,56 @@ def _top_pages_kernel(
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
     out += row * width
     tl.store(out + place, w, mask=chosen & (place < width))
-    for k0 in range(0, width, BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        tl.store(out + k, tl.full([BLOCK_K], -1, tl.int32), mask=(k >= count) & (k < width))
+    _pad_tail(out, count, width, BLOCK_K)
+
+
+@triton.jit
+def _top_columns_kernel(
+    scores, lens, budgets, out, columns, width, lens_ss, lens_sg, sinks, least,
+    HEADS: tl.constexpr, ROW_PER_HEAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same for a row that no program can hold: read again, from the cache, in every pass.
+
+    A pass finds three bits of the count-th largest number: how many numbers are at least as large
+    as each of eight candidates. (Sums pass 2^31 on the way, which is where they shall come out
+    again from below.) A row that is read whole needs no pass.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    span, head = row // HEADS, row % HEADS
+    group = head if ROW_PER_HEAD else 0
+    used, count = _row_count(lens, budgets, span, group, lens_ss, lens_sg, least, PAGE)
+    scores += row * columns
+    w = tl.arange(0, BLOCK_W)
+    digit = tl.arange(0, 8)
+    floor = tl.full([], -2147483648, tl.int32)  # below every number
+    above = used
+    if count < used:
+        for i in range(11):
+            candidates = floor + (digit << tl.maximum(29 - 3 * i, 0))
+            found = tl.zeros([8], tl.int32)
+            for w0 in range(0, used, BLOCK_W):
+                inside = (w0 + w < used)[None, :]
+                key = _ranks(scores, w0 + w, used, sinks)
+                found += tl.sum((inside & (key[None, :] >= candidates[:, None])).to(tl.int32), 1)
+            enough = found >= count  # of the smaller candidates
+            best = tl.max(tl.where(enough, digit, 0), 0)
+            floor += best << tl.maximum(29 - 3 * i, 0)
+            above = tl.max(tl.where(enough, 0, found), 0)
+    room = count - above  # for columns that equal the count-th largest
+    out += row * width
+    placed = 0
+    for w0 in range(0, used, BLOCK_W):
+        at = w0 + w
+        key = _ranks(scores, at, used, sinks)
+        ties = (at < used) & (key == floor)
+        chosen = (at < used) & (key > floor)
+        chosen = chosen | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
+        place = placed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+        tl.store(out + place, at, mask=chosen & (place < width))
+        room -= tl.sum(ties.to(tl.int32), 0)
+        placed += tl.sum(chosen.to(tl.int32), 0)
+    _pad_tail(out, count, width, BLOCK_K)
 
 
 def top_pages(
@@ -72,16 +139,14 @@ def top_pages(
     least: int,
     width: int,
 ) -> Tensor:
-    """See the twin, which also serves rows too long for one program."""
+    """See the twin."""
     spans, heads, columns = scores.shape
-    if columns > _MAX_COLUMNS:
-        return twin(
-            scores, lens, budgets, page_size, sinks=sinks, least=least, width=width
-        )  # fmt: skip
     out = torch.empty(spans, heads, width, dtype=torch.int32, device=scores.device)
     if out.numel():
-        block = max(16, int(triton.next_power_of_2(columns)))
-        _top_pages_kernel[(spans * heads,)](
+        held = columns <= _HELD_COLUMNS
+        block = max(16, int(triton.next_power_of_2(columns))) if held else _BLOCK_W
+        kernel = _top_pages_kernel if held else _top_columns_kernel
+        kernel[(spans * heads,)](
             scores.contiguous(), lens, budgets.contiguous(), out, columns, width,
             *lens.stride(), sinks, least, HEADS=heads, ROW_PER_HEAD=lens.shape[1] > 1,
             PAGE=page_size, BLOCK_W=block, BLOCK_K=_BLOCK_K,
