@@ -46,7 +46,7 @@ class Engine:
             self.controller.end_step(plan)
             self.scheduler.commit(plan, samples)
             self.num_steps += 1
-        return self._report()
+        return self.report()
 
     @property
     def has_work(self) -> bool:
@@ -121,7 +121,7 @@ class Engine:
 
     def discard(self) -> None:
         """Forget outputs that nobody waits for, after `abort`."""
-        self._report()
+        self.report()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges under vLLM's names."""
@@ -140,7 +140,8 @@ class Engine:
             found[f"request_success_{reason}"] = counters[f"finished_{reason}"]
         return found
 
-    def _report(self) -> list[RequestOutput]:
+    def report(self) -> list[RequestOutput]:
+        """Outputs that ended or, streamed, grew since the last call."""
         outputs = self.collector.take()
         for output in outputs:
             if output.finished:

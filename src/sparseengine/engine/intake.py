@@ -58,6 +58,8 @@ class MethodTable:
 
 
 def _is_integer(value: object) -> bool:
+    if type(value) is int:  # the quick way: a long prompt asks once per token
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Request
+from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Logprob, Logprobs, Sample
 
 _WORD = 1 << 64
@@ -72,7 +73,11 @@ class Sampler:
         if touched:
             work = logits.clone()
             for i in touched:
-                self._process(work[i], requests[i])
+                try:
+                    self._process(work[i], requests[i])
+                except Exception as error:
+                    blame(error, (requests[i].id,))
+                    raise
         tokens = work.argmax(-1)
         drawn = [i for i, r in enumerate(requests) if not r.sampling.greedy]
         if drawn:
