@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from sparseengine.engine.channel import Channel
 from sparseengine.engine.host import run_engine
 from sparseengine.engine.messages import (
     Abort,
+    Accepted,
     Add,
     Beat,
     Call,
@@ -46,34 +47,53 @@ class EngineDeadError(SparseEngineError):
     """The engine's process is gone or its device is lost; nothing can be served any more."""
 
 
+class Arrived(NamedTuple):
+    """A delta, when its step ended (monotonic seconds), and which prompt of the stream it is of."""
+
+    at: float
+    prompt: int
+    delta: Delta
+
+
 class Stream:
-    """The deltas of one request, as they come. `on_delta` is called at once when one arrives.
+    """The deltas of one or several prompts that were submitted together, as they come."""
 
-    Iterating ends after the last delta; leaving earlier does not abort, see `AsyncLLM.stream`.
-    """
-
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self.finished = False
-        self._items: deque[tuple[float, Delta]] = deque()
+    def __init__(self, keys: Sequence[int]) -> None:
+        self.keys = {key: i for i, key in enumerate(keys)}
+        self._pending = set(keys)
+        self._unaccepted = set(keys)
+        self._items: deque[Arrived] = deque()
         self._error: Exception | None = None
         self._event = asyncio.Event()
 
     def put(self, at: float, delta: Delta) -> None:
-        self._items.append((at, delta))
-        self.finished = self.finished or delta.is_last
+        self._items.append(Arrived(at, self.keys[delta.key], delta))
+        if delta.is_last:
+            self._pending.discard(delta.key)
+        self._event.set()
+
+    def accept(self, key: int) -> None:
+        self._unaccepted.discard(key)
         self._event.set()
 
     def fail(self, error: Exception) -> None:
-        self._error, self.finished = error, True
+        self._error = self._error or error
         self._event.set()
 
-    async def next(self) -> list[tuple[float, Delta]]:
-        """What has come since the last call, at least one delta; [] when the request is over."""
+    async def accepted(self) -> None:
+        """Wait until the engine has taken every prompt. Raises what it says against one."""
+        while self._unaccepted and self._error is None:
+            self._event.clear()
+            await self._event.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def next(self) -> list[Arrived]:
+        """What has come since the last call, at least one delta; [] when all is over."""
         while not self._items:
             if self._error is not None:
                 raise self._error
-            if self.finished:
+            if not self._pending:
                 return []
             self._event.clear()
             await self._event.wait()
@@ -108,7 +128,7 @@ class AsyncLLM:
         self.metrics: dict[str, float] = {}
         self.freed_bytes: dict[str, float] = {}
         self.last_beat = time.monotonic()
-        self.on_news: Callable[[float, Delta], None] | None = None
+        self.on_delta: Callable[[float, Delta], None] | None = None
         self._keys = itertools.count()
         self._streams: dict[int, Stream] = {}
         self._named: dict[str, int] = {}
@@ -118,6 +138,15 @@ class AsyncLLM:
         self._closing = False
         self._channel: Channel | None = None
         self._process: Any = None
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            News: self._on_news,
+            Beat: self._on_beat,
+            Accepted: self._on_accepted,
+            Rejected: self._reject,
+            Reply: self._answer,
+            Ready: self._on_ready,
+            Failed: self._failed,
+        }
 
     # ── life cycle ────────────────────────────────────────────────────────────────────────────────
 
@@ -198,25 +227,25 @@ class AsyncLLM:
 
     def submit(
         self,
-        token_ids: Sequence[int],
+        prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         sparse: SparseParams | None = None,
     ) -> Stream:
-        """Send a prompt to the engine; its checks answer through the stream."""
+        """Send prompts (token ids) to the engine; its checks answer through the stream."""
         if self._dead is not None:
             raise self._dead
         channel = self._live()
-        stream = Stream(next(self._keys))
-        self._streams[stream.key] = stream
-        tokens = np.asarray(token_ids, dtype=np.int64)
-        channel.send(Add(stream.key, tokens, sampling, sparse))
+        stream = Stream([next(self._keys) for _ in prompts])
+        for key, ids in zip(stream.keys, prompts, strict=True):
+            self._streams[key] = stream
+            channel.send(Add(key, np.asarray(ids, dtype=np.int64), sampling, sparse))
         return stream
 
     def cancel(self, stream: Stream) -> None:
-        """End a request whose caller is gone; does nothing when it has ended."""
-        if self._streams.pop(stream.key, None) is not None and self._channel is not None:
-            self._channel.send(Abort(stream.key))
-            stream.fail(EngineDeadError("the request was aborted"))
+        """End what still runs of a stream whose caller is gone."""
+        for key in stream.keys:
+            if self._streams.pop(key, None) is not None and self._channel is not None:
+                self._channel.send(Abort(key))
 
     async def generate(
         self,
@@ -235,9 +264,10 @@ class AsyncLLM:
         if request_id is not None and request_id in self._named:
             raise RequestError(f"request_id={request_id!r} is in use by a request that still runs")
         params = sampling_params or default_sampling_params(self.generation_config)
-        stream = self.submit(ids, params, sparse_params)
-        name = str(stream.key) if request_id is None else request_id
-        self._named[name] = stream.key
+        stream = self.submit([ids], params, sparse_params)
+        (key,) = stream.keys
+        name = str(key) if request_id is None else request_id
+        self._named[name] = key
         output = RequestOutput(
             request_id=name,
             prompt=text,
@@ -245,9 +275,9 @@ class AsyncLLM:
             outputs=[CompletionOutput(index=i) for i in range(params.n)],
         )
         try:
-            while deltas := await stream.next():
-                for _, delta in deltas:
-                    _extend(output, delta)
+            while news := await stream.next():
+                for arrived in news:
+                    _extend(output, arrived.delta)
                 yield output
         finally:
             self._named.pop(name, None)
@@ -307,28 +337,27 @@ class AsyncLLM:
     def _dispatch(self, batch: list[Any]) -> None:
         self.last_beat = time.monotonic()
         for message in batch:
-            if isinstance(message, News):
-                for delta in message.deltas:
-                    self._deliver(message.at, delta)
-            elif isinstance(message, Beat):
-                self.metrics, self.freed_bytes = message.metrics, message.methods
-            elif isinstance(message, Rejected):
-                self._reject(message)
-            elif isinstance(message, Reply):
-                self._answer(message)
-            elif isinstance(message, Ready):
-                self._ready.set_result(message.info)
-            elif isinstance(message, Failed):
-                self._failed(message)
+            self._handlers[type(message)](message)
 
-    def _deliver(self, at: float, delta: Delta) -> None:
-        if self.on_news is not None:
-            self.on_news(at, delta)
-        stream = self._streams.get(delta.key)
-        if stream is not None:  # None: aborted meanwhile
-            stream.put(at, delta)
-            if delta.is_last:
-                del self._streams[delta.key]
+    def _on_news(self, message: News) -> None:
+        for delta in message.deltas:
+            if self.on_delta is not None:
+                self.on_delta(message.at, delta)
+            stream = self._streams.get(delta.key)
+            if stream is not None:  # None: aborted meanwhile
+                stream.put(message.at, delta)
+                if delta.is_last:
+                    del self._streams[delta.key]
+
+    def _on_beat(self, message: Beat) -> None:
+        self.metrics, self.freed_bytes = message.metrics, message.methods
+
+    def _on_accepted(self, message: Accepted) -> None:
+        if message.key in self._streams:
+            self._streams[message.key].accept(message.key)
+
+    def _on_ready(self, message: Ready) -> None:
+        self._ready.set_result(message.info)
 
     def _reject(self, message: Rejected) -> None:
         stream = self._streams.pop(message.key, None)
@@ -375,11 +404,12 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
     completion.token_ids += delta.token_ids
     if delta.logprobs:
         completion.logprobs = [*(completion.logprobs or ()), *delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        output.prompt_logprobs = delta.prompt_logprobs
     if delta.finish_reason is not None:
         completion.finish_reason = delta.finish_reason
         completion.stop_reason = delta.stop_reason
     if delta.is_last:
         output.finished = True
-        output.prompt_logprobs = delta.prompt_logprobs
         output.num_cached_tokens = delta.num_cached_tokens
         output.metrics = delta.metrics

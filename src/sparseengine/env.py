@@ -32,6 +32,7 @@ VARIABLES: tuple[Variable, ...] = (
         doc="where `pull` stores models (default: $XDG_CACHE_HOME/sparseengine or "
         "~/.cache/sparseengine)",
     ),
+    Variable(name="SPARSEENGINE_API_KEY", doc="a key that clients of `serve` must send"),
     Variable(name="SPARSEENGINE_DEVICE", doc="where to run", path="runtime.device"),
     Variable(
         name="SPARSEENGINE_ATTENTION_BACKEND",
@@ -72,6 +73,11 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     shared = _read("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "sparseengine"
+
+
+def api_key() -> str | None:
+    """The key that clients of a server must send, beside those of --api-key."""
+    return _read("SPARSEENGINE_API_KEY")
 
 
 def triton_interpreted() -> bool:

@@ -16,6 +16,7 @@ COMMANDS = Registry(
     {
         "pull": "sparseengine.cli.pull:COMMAND",
         "generate": "sparseengine.cli.generate:COMMAND",
+        "serve": "sparseengine.server.command:COMMAND",
         "chat": "sparseengine.cli.chat:COMMAND",
         "demo": "sparseengine.cli.demo:COMMAND",
         "methods": "sparseengine.cli.methods:COMMAND",
@@ -34,6 +35,7 @@ COMMANDS = Registry(
 SUMMARIES = {
     "pull": "fetch a small model into the cache folder",
     "generate": "complete a prompt from -p, a file or standard input",
+    "serve": "serve a model over HTTP, as OpenAI's and Anthropic's clients expect it",
     "chat": "talk to a model in the terminal",
     "demo": "find a fact in a long text, dense and with four sparse methods",
     "methods": "list the sparse methods with traits and knobs",

@@ -24,6 +24,7 @@ from sparseengine.engine.engine import Engine
 from sparseengine.engine.faults import attempt, describe, is_fatal, isolated_step
 from sparseengine.engine.messages import (
     Abort,
+    Accepted,
     Add,
     Beat,
     Call,
@@ -55,6 +56,7 @@ class EngineHost:
         self._sent: dict[str, list[tuple[int, int]]] = {}  # tokens and characters already sent
         self._keys: dict[str, int] = {}
         self._methods: dict[str, str] = {}
+        self._scored: set[str] = set()  # their prompt's log-probabilities are out
         self._stopping = False
         self._next_beat = 0.0
         self._next_usage = 0.0
@@ -104,7 +106,11 @@ class EngineHost:
         key = str(message.key)
         try:
             self.engine.add_request(
-                message.tokens.tolist(), message.sampling, message.sparse, request_id=key, stream=True
+                message.tokens.tolist(),
+                message.sampling,
+                message.sparse,
+                request_id=key,
+                stream=True,
             )
         except CapacityError as error:
             self._channel.send(Rejected(message.key, str(error), "capacity"))
@@ -116,6 +122,7 @@ class EngineHost:
             _log.exception("a request could not be queued")
             self._channel.send(Rejected(message.key, describe(error), "error"))
         else:
+            self._channel.send(Accepted(message.key))
             self._keys[key] = message.key
             self._methods[key] = (message.sparse or self.engine.intake.methods.default).method
             self._sent[key] = [(0, 0)] * message.sampling.n
@@ -165,11 +172,14 @@ class EngineHost:
                 sparse=completion.sparse.to_dict() if finish and completion.sparse else None,
             )
             found.append(delta)
+        if found and output.prompt_logprobs and output.request_id not in self._scored:
+            self._scored.add(output.request_id)
+            found[0] = found[0]._replace(prompt_logprobs=output.prompt_logprobs)
         if output.finished:
+            self._scored.discard(output.request_id)
             last = found.pop() if found else Delta(key, len(sent) - 1, "", [])
             found.append(
                 last._replace(
-                    prompt_logprobs=output.prompt_logprobs,
                     num_cached_tokens=output.num_cached_tokens,
                     metrics=output.metrics,
                     is_last=True,

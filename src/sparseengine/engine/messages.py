@@ -68,6 +68,12 @@ class Failed(NamedTuple):
     is_config: bool
 
 
+class Accepted(NamedTuple):
+    """A prompt passed the engine's checks and is queued."""
+
+    key: int
+
+
 class Rejected(NamedTuple):
     """A prompt was not taken; `kind` says whether it can never fit."""
 
@@ -79,8 +85,8 @@ class Rejected(NamedTuple):
 class Delta(NamedTuple):
     """What one completion gained in a step. The last one has a finish reason.
 
-    prompt_logprobs and metrics come with the last delta of completion 0, sparse with each
-    completion's own last delta when the request records.
+    prompt_logprobs come with the request's first delta, metrics with its last one, sparse with each
+    completion's last one when the request records.
     """
 
     key: int

@@ -1,0 +1,1 @@
+"""The HTTP server, and the parsers that turn a model's text into messages."""
