@@ -18,6 +18,7 @@ from sparseengine.errors import SparseEngineError
 from sparseengine.server import ops, schemas
 from sparseengine.server.answers import answer
 from sparseengine.server.bodies import read_model
+from sparseengine.server.chat import chat_completions
 from sparseengine.server.completions import completions
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.middleware import Envelope
@@ -138,6 +139,7 @@ def make_app(service: Service) -> Any:
 
 def _add_routes(routes: Routes) -> None:
     service, app = routes.service, routes.app
+    routes.post("/v1/chat/completions", schemas.ChatBody, chat_completions)
     routes.post("/v1/completions", schemas.CompletionBody, completions)
     routes.post("/tokenize", schemas.TokenizeBody, _json(ops.tokenize))
     routes.post("/detokenize", schemas.DetokenizeBody, _json(ops.detokenize))

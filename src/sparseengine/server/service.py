@@ -56,7 +56,7 @@ class Service:
         self.capacity = self.info.max_num_seqs + settings.max_queue
         self.in_flight = 0
         self.draining = False
-        self._defaults = default_sampling(llm.generation_config)
+        self.defaults = default_sampling(llm.generation_config)
         vocabulary = tokenizer.get_vocab() if tokenizer is not None else {}
         self._longest_token = max(map(len, vocabulary), default=1)
 
@@ -127,9 +127,16 @@ class Service:
 
     # ── parameters ────────────────────────────────────────────────────────────────────────────────
 
-    def sampling(self, given: Mapping[str, Any]) -> SamplingParams:
-        """SamplingParams from fields; None falls back to the model's suggestion. Raises 400."""
-        values = {**self._defaults, **{k: v for k, v in given.items() if v is not None}}
+    def sampling(
+        self, given: Mapping[str, Any], *, as_many_as_fit: bool = False
+    ) -> SamplingParams:
+        """SamplingParams from fields; None falls back to the model's suggestion. Raises 400.
+
+        as_many_as_fit: what an output without a length means, instead of SamplingParams' default.
+        """
+        values = {**self.defaults, **{k: v for k, v in given.items() if v is not None}}
+        if as_many_as_fit:
+            values.setdefault("max_tokens", None)
         n = values.get("n", 1)
         if not 1 <= n <= self.settings.max_n:
             raise ApiError(
