@@ -9,16 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sparseengine.core.params import SamplingParams, SparseParams
+    from sparseengine.core.params import SamplingParams, SparseParams, StructuredOutputs
     from sparseengine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "SparseParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "SparseParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
     "LLM": "sparseengine.llm",
     "SamplingParams": "sparseengine.core.params",
     "SparseParams": "sparseengine.core.params",
+    "StructuredOutputs": "sparseengine.core.params",
 }
 
 

@@ -76,14 +76,14 @@ class RuntimeConfig:
     deterministic: bool = False
     enforce_eager: bool = False
     max_logprobs: int = 20
+    grammar_timeout_s: float = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything that decides how an engine behaves.
 
-    `origins` says for each parameter that `collect` merged who gave it and what lost; it takes no
-    part in comparisons.
+    `origins`: for each parameter that `collect` merged, who gave it and what lost; not compared.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -103,8 +103,9 @@ class EngineConfig:
         config = self
         for path, value in values.items():
             section, name = path.split(".")
-            changed = replace(getattr(config, section), **{name: value})
-            config = replace(config, **{section: changed})
+            config = replace(
+                config, **{section: replace(getattr(config, section), **{name: value})}
+            )
         return config
 
     def digest(self, kind: Affects) -> str:
@@ -352,13 +353,18 @@ PARAMS: tuple[Param, ...] = (
         check=_at_least(0),
         doc="most log-probabilities per token a request may ask for",
     ),
+    Param(
+        path="runtime.grammar_timeout_s",
+        flag="--grammar-timeout-s",
+        kind="float",
+        check=_at_least(1),
+        doc="longest time to compile one request's schema, expression or grammar",
+    ),
 )
 
 BY_PATH: Mapping[str, Param] = {p.path: p for p in PARAMS}
 BY_KEYWORD: Mapping[str, Param] = {name: p for p in PARAMS for name in (p.keyword, *p.aliases)}
-_RATIO = (
-    "sparse.ratio"  # --kv-budget with a point; budget and ratio are one parameter with one winner
-)
+_RATIO = "sparse.ratio"  # --kv-budget with a point: one parameter with the budget, one winner
 
 
 def default_of(path: str) -> Any:

@@ -14,6 +14,7 @@ from sparseengine.engine.build import build_engine
 from sparseengine.engine.engine import Engine
 from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput
+from sparseengine.engine.structured import result_of
 from sparseengine.errors import RequestError, SparseEngineError
 from sparseengine.prompts import Message, Prompts, default_sampling_params
 from sparseengine.resolve import explain, resolve
@@ -199,6 +200,9 @@ class LLM:
         engine = self._live()
         params = _per_prompt(sampling or self.default_sampling_params(), prompts, "sampling_params")
         methods = _per_prompt(sparse, prompts, "sparse_params")
+        specs = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        for grammar in [engine.intake.grammars.start(spec) for spec in specs]:
+            result_of(grammar)
         found = []
         for prompt, p, s in zip(prompts, params, methods, strict=True):
             text, ids = self._tokens(prompt)

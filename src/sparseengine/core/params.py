@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,8 @@ from sparseengine.errors import RequestError, nearest
 
 MAX_TOKENS_LIMIT = 1 << 24
 MAX_N = 1024
+GRAMMAR_BACKENDS = ("auto", "xgrammar", "llguidance")
+_STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
@@ -28,11 +31,93 @@ def _is_real(value: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputs:
+    """What a generated text must look like: exactly one of five, named as vLLM names them.
+
+    json: a JSON schema, as a mapping or its text (kept as text). json_object: any JSON object.
+    regex: an expression that the whole text matches. choice: one of these texts. grammar: EBNF, in
+    the notation of the backend (GBNF with a rule `root` for xgrammar, Lark for llguidance).
+    `backend`: "auto" takes xgrammar, and llguidance for what xgrammar cannot compile.
+    Raises `RequestError`; whether a schema or grammar compiles is found out when it is used.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        _require(
+            self.backend in GRAMMAR_BACKENDS,
+            "structured_outputs.backend",
+            self.backend,
+            f"one of {', '.join(GRAMMAR_BACKENDS)}",
+        )
+        flag = self.json_object
+        ok = flag is None or isinstance(flag, bool)
+        _require(ok, "structured_outputs.json_object", flag, "True")
+        given = [n for n in _STRUCTURES if getattr(self, n) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                f"structured_outputs needs exactly one of {', '.join(_STRUCTURES)} (json_object as "
+                f"True); given: {', '.join(given) or 'none'}"
+            )
+        object.__setattr__(self, "json", _schema_text(self.json))
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            ok = value is None or (isinstance(value, str) and value.strip() != "")
+            _require(ok, f"structured_outputs.{name}", value, "a non-empty text")
+        if self.choice is not None:
+            texts = () if isinstance(self.choice, str) else tuple(self.choice)
+            ok = bool(texts) and all(isinstance(t, str) and t for t in texts)
+            _require(ok, "structured_outputs.choice", self.choice, "a list of non-empty texts")
+            object.__setattr__(self, "choice", texts)
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(n for n in _STRUCTURES if getattr(self, n) not in (None, False))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:
+        """Build from untrusted keys; an unknown key names the nearest field."""
+        known = {f.name for f in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise RequestError(
+                    f"unknown field {key!r} in structured_outputs; {nearest(key, known)}"
+                )
+        return cls(**values)
+
+
+def _schema_text(schema: object) -> str | None:
+    """A JSON schema as text. Raises `RequestError` for what is no schema."""
+    if schema is None or schema is False:
+        return None
+    allowed = "a JSON schema: a mapping, or the JSON text of one"
+    value = schema
+    if isinstance(schema, str):
+        try:
+            value = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"structured_outputs.json is not JSON ({error}); it must be {allowed}"
+            ) from error
+    _require(isinstance(value, Mapping), "structured_outputs.json", schema, allowed)
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"structured_outputs.json is not JSON: {error}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """vLLM's sampling fields, with vLLM's defaults. Wrong values raise `RequestError`.
 
-    `max_tokens=None` means "as many as fit into max_model_len". `structured_outputs` is accepted as
-    a field and refused with the reason until the grammar extra exists.
+    `max_tokens=None` means "as many as fit into max_model_len". `structured_outputs`
+    constrains the text to a schema, expression, list or grammar.
     """
 
     n: int = 1
@@ -57,7 +142,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
-    structured_outputs: object | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -116,10 +201,12 @@ class SamplingParams:
             ok = all(k >= 0 and _is_real(v) and -100 <= v <= 100 for k, v in bias.items())
             _require(ok, "logit_bias", dict(self.logit_bias), "token id -> a number in [-100, 100]")
             object.__setattr__(self, "logit_bias", MappingProxyType(bias))
-        if self.structured_outputs is not None:
-            raise RequestError(
-                "structured_outputs is not supported yet: no grammar backend is built in"
-            )
+        given = self.structured_outputs
+        if isinstance(given, Mapping):
+            given = StructuredOutputs.from_dict(given)
+            object.__setattr__(self, "structured_outputs", given)
+        ok = given is None or isinstance(given, StructuredOutputs)
+        _require(ok, "structured_outputs", given, "a StructuredOutputs or a mapping of its fields")
 
     @property
     def greedy(self) -> bool:

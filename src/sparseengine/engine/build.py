@@ -80,6 +80,7 @@ def build_engine(resolved: Resolved) -> Built:
             eos_ids=resolved.source.eos_token_ids,
             max_logprobs=config.runtime.max_logprobs,
             seed=config.model.seed,
+            grammar_timeout_s=config.runtime.grammar_timeout_s,
         ),
         scheduler=Scheduler(config.scheduler, cache, methods.instances, collector),
         runner=runner,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import replace
 
 import torch
@@ -11,10 +12,12 @@ from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.intake import Intake, Submission
-from sparseengine.engine.outputs import RequestOutput
+from sparseengine.engine.outputs import Finish, RequestOutput
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import RequestError
+
+_COMPILE_WAIT_S = 0.005
 
 
 class Engine:
@@ -36,10 +39,12 @@ class Engine:
         self.collector = collector
         self.num_steps = 0
         self._live: dict[str, Submission] = {}
+        self._compiling: list[Submission] = []  # queued once their grammars are compiled
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
         """One forward pass; returns requests that ended in it, and streamed ones that grew."""
+        self._queue_compiled()
         plan = self.scheduler.schedule()
         if plan is not None:
             samples = self.runner.run(plan)
@@ -50,7 +55,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.collector.has_news
+        return self.scheduler.has_work or self.collector.has_news or bool(self._compiling)
 
     def add_request(
         self,
@@ -108,7 +113,29 @@ class Engine:
         self.collector.open(family, submission.requests)
         for request, extras in zip(submission.requests, submission.extras, strict=True):
             self.runner.sampler.add(request, extras)
-            self.scheduler.add(request)
+        self._compiling.append(submission)
+        self._queue_compiled(wait=False)
+
+    def _queue_compiled(self, *, wait: bool = True) -> None:
+        """Queue requests whose grammar is compiled by now; end those whose cannot be.
+
+        wait: when there is nothing else to do, for a moment, instead of spinning.
+        """
+        waiting, self._compiling = self._compiling, []
+        if wait and waiting and not self.scheduler.has_work and not self.collector.has_news:
+            waits_for = [s.grammar for s in waiting if s.grammar is not None]
+            futures.wait(waits_for, _COMPILE_WAIT_S, futures.FIRST_COMPLETED)
+        for submission in waiting:
+            grammar = submission.grammar
+            if grammar is not None and not grammar.done():
+                self._compiling.append(submission)
+                continue
+            error = None if grammar is None else grammar.exception()
+            for request in submission.requests:
+                if error is None:
+                    self.scheduler.add(request)
+                else:
+                    self.collector.end(request, Finish("error", str(error)))
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort"; unknown or finished ids are ignored.
@@ -116,6 +143,11 @@ class Engine:
         Its memory is free when this returns; the next `step` returns its output.
         """
         submission = self._live.get(request_id)
+        if submission in self._compiling:
+            self._compiling.remove(submission)
+            for request in submission.requests:
+                self.collector.end(request, Finish("abort"))
+            return
         for request in reversed(submission.requests if submission else ()):
             self.scheduler.abort(request.id)
 

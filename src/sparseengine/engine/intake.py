@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -11,7 +12,9 @@ from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
 from sparseengine.core.specs import CacheGroup, ModelSpec
+from sparseengine.engine.grammars import Grammar
 from sparseengine.engine.sampling import SamplingExtras
+from sparseengine.engine.structured import TIMEOUT_S, Constraint, GrammarCompiler, result_of
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_storage, make_method, resolve_budget
 
@@ -65,13 +68,17 @@ def _is_integer(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submission:
-    """One prompt, checked: its n requests (the first is the parent) and their sampling extras."""
+    """One prompt, checked: its n requests (the first is the parent) and their sampling extras.
+
+    grammar: what must be compiled before they can run, None when there is nothing to wait for.
+    """
 
     request_id: str
     prompt: str | None
     requests: tuple[Request, ...]
     extras: tuple[SamplingExtras, ...]
     stream: bool = False
+    grammar: Future[Grammar] | None = None
 
 
 class Intake:
@@ -87,6 +94,7 @@ class Intake:
         eos_ids: Sequence[int] = (),
         max_logprobs: int = 20,
         seed: int = 0,
+        grammar_timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.model = model
         self.methods = methods
@@ -95,6 +103,9 @@ class Intake:
         self.eos_ids = tuple(eos_ids)
         self.max_logprobs = max_logprobs
         self.seed = seed
+        self.grammars = GrammarCompiler(
+            tokenizer, model.vocab_size, self.eos_ids, timeout_s=grammar_timeout_s
+        )
         self._next_id = 0
 
     def prepare(
@@ -117,6 +128,7 @@ class Intake:
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         words = self._bad_words(sampling)
         stop_ids = frozenset((*self.eos_ids, *sampling.stop_token_ids))
+        grammar = self._grammar(sampling)
         parent = self._next_id
         requests, extras = [], []
         for index in range(sampling.n):
@@ -134,7 +146,14 @@ class Intake:
             )
             requests.append(request)
             seed = self._seed(sampling, parent, index)
-            extras.append(SamplingExtras(seed=seed, stop_ids=stop_ids, bad_words=words))
+            extras.append(
+                SamplingExtras(
+                    seed=seed,
+                    stop_ids=stop_ids,
+                    bad_words=words,
+                    constraint=None if grammar is None else self._constraint(grammar),
+                )
+            )
         self._next_id += sampling.n
         return Submission(
             request_id=str(parent) if request_id is None else request_id,
@@ -142,7 +161,20 @@ class Intake:
             requests=tuple(requests),
             extras=tuple(extras),
             stream=stream,
+            grammar=grammar,
         )
+
+    def _grammar(self, sampling: SamplingParams) -> Future[Grammar] | None:
+        """Start compiling what the text must look like; known faults raise at once."""
+        if sampling.structured_outputs is None:
+            return None
+        grammar = self.grammars.start(sampling.structured_outputs)
+        if grammar.done():
+            result_of(grammar)
+        return grammar
+
+    def _constraint(self, grammar: Future[Grammar]) -> Constraint:
+        return Constraint(grammar, self.model.vocab_size, self.eos_ids)
 
     def _seed(self, sampling: SamplingParams, parent: int, index: int) -> int:
         """A request's own seed, plus the completion's index; else one that follows the engine's."""

@@ -1,8 +1,8 @@
 """From logits to tokens, with vLLM's semantics.
 
-Order: allowed tokens, bad words, min_tokens, logit bias, penalties; then argmax for greedy rows,
-and temperature, min_p, top_k, top_p, one draw for the others. Log-probabilities are those of the
-model's raw distribution. A draw is the inverse CDF at one Philox number keyed by (seed, output
+Order: allowed tokens, grammar, bad words, min_tokens, logit bias, penalties; then argmax for greedy
+rows, and temperature, min_p, top_k, top_p, one draw for the others. Log-probabilities are those of
+the model's raw distribution. A draw is the inverse CDF at one Philox number keyed by (seed, output
 index), so it depends on nothing else in the batch; ties go to the larger logit, then to the smaller
 token id.
 """
@@ -21,6 +21,7 @@ from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Request
 from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Logprob, Logprobs, Sample
+from sparseengine.engine.structured import Constraint
 
 _WORD = 1 << 64
 NEG_INF = float("-inf")
@@ -34,11 +35,15 @@ _NOT_FINITE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingExtras:
-    """What the tokenizer and the engine add to a request's params: ids that end it, bad words."""
+    """What the tokenizer and the engine add to a request's params.
+
+    Ids that end it, bad words, the way through a grammar (its own: siblings share none).
+    """
 
     seed: int = 0
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
+    constraint: Constraint | None = None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -107,6 +112,7 @@ class Sampler:
         p = request.sampling
         return bool(
             p.allowed_token_ids is not None
+            or p.structured_outputs is not None
             or p.logit_bias
             or p.repetition_penalty != 1.0
             or p.presence_penalty
@@ -124,8 +130,9 @@ class Sampler:
             kept = row[allowed].clone()
             row.fill_(NEG_INF)
             row[allowed] = kept
+        is_over = extras.constraint is not None and extras.constraint.mask(row, request)
         banned = _banned(request, extras.bad_words)
-        if request.num_generated < p.min_tokens:
+        if request.num_generated < p.min_tokens and not is_over:
             banned |= extras.stop_ids
         if banned:
             row[_ids(sorted(banned), row)] = NEG_INF
@@ -226,8 +233,8 @@ def _result(token: int, logprobs: Logprobs | None, is_bad: int, is_empty: int) -
         return Sample(error=_NOT_FINITE)
     if is_empty:
         return Sample(
-            error="no token is allowed: allowed_token_ids, bad_words, logit_bias and min_tokens "
-            "leave nothing"
+            error="no token is allowed: structured_outputs, allowed_token_ids, bad_words, "
+            "logit_bias and min_tokens leave nothing"
         )
     return Sample(token=token, logprobs=logprobs)
 
