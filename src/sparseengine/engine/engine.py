@@ -137,6 +137,10 @@ class Engine:
                 else:
                     self.collector.end(request, Finish("error", str(error)))
 
+    def is_compiling(self, request_id: str) -> bool:
+        """Whether a request still waits for its grammar."""
+        return any(s.request_id == request_id for s in self._compiling)
+
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort"; unknown or finished ids are ignored.
 

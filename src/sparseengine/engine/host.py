@@ -56,6 +56,7 @@ class EngineHost:
         self._sent: dict[str, list[tuple[int, int]]] = {}  # tokens and characters already sent
         self._keys: dict[str, int] = {}
         self._methods: dict[str, str] = {}
+        self._unaccepted: set[str] = set()
         self._scored: set[str] = set()  # their prompt's log-probabilities are out
         self._stopping = False
         self._next_beat = 0.0
@@ -122,10 +123,11 @@ class EngineHost:
             _log.exception("a request could not be queued")
             self._channel.send(Rejected(message.key, describe(error), "error"))
         else:
-            self._channel.send(Accepted(message.key))
+            self._unaccepted.add(key)
             self._keys[key] = message.key
             self._methods[key] = (message.sparse or self.engine.intake.methods.default).method
             self._sent[key] = [(0, 0)] * message.sampling.n
+            self._accept([])
 
     def _call(self, message: Call) -> None:
         actions = {"reset_prefix_cache": self._reset_prefix_cache}
@@ -141,7 +143,21 @@ class EngineHost:
 
     # ── news ──────────────────────────────────────────────────────────────────────────────────────
 
+    def _accept(self, outputs: list[RequestOutput]) -> None:
+        """Tell the owner which requests are queued: those with a grammar once it is compiled."""
+        failed = {o.request_id: o for o in outputs if _failed_early(o)}
+        for key in [k for k in self._unaccepted if not self.engine.is_compiling(k)]:
+            self._unaccepted.remove(key)
+            output = failed.get(key)
+            if output is None:
+                self._channel.send(Accepted(self._keys[key]))
+            else:
+                reason = str(output.outputs[0].stop_reason)
+                self._channel.send(Rejected(self._keys[key], reason, "request"))
+
     def _send(self, outputs: list[RequestOutput]) -> None:
+        if self._unaccepted:
+            self._accept(outputs)
         deltas: list[Delta] = []
         for output in outputs:
             deltas.extend(self._deltas(output))
@@ -214,6 +230,13 @@ class EngineHost:
             "kv_tokens_logical": sum(t.request.computed for t in running),
             "kv_tokens_resident": resident // max(1, self._token_bytes),
         }
+
+
+def _failed_early(output: RequestOutput) -> bool:
+    """Ended before it was queued: its grammar cannot be compiled."""
+    return output.finished and all(
+        c.finish_reason == "error" and not c.token_ids for c in output.outputs
+    )
 
 
 def engine_info(resolved: Resolved, memory: Any) -> EngineInfo:

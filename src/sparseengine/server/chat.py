@@ -169,9 +169,7 @@ class ChatJob:
             head["usage"] = self._usage()
             yield data_event({**head, "choices": []})
 
-    def _pieces(
-        self, c: MessageChoice, delta: Delta, events: list[Event]
-    ) -> list[dict[str, Any]]:
+    def _pieces(self, c: MessageChoice, delta: Delta, events: list[Event]) -> list[dict[str, Any]]:
         """One chunk per event; log-probabilities ride on the first one."""
         shown = [d for d in map(self._delta, events) if d is not None]
         logprobs = self._logprobs(delta)

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparseengine.server.reasoning import ReasoningSplitter, splitter_for
-from sparseengine.server.tools import ArgumentsDelta, CallStart, ContentDelta, ToolParser, ToolStream
+from sparseengine.server.tools import (
+    ArgumentsDelta,
+    CallStart,
+    ContentDelta,
+    ToolParser,
+    ToolStream,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,9 +127,7 @@ class Service:
 
     # ── parameters ────────────────────────────────────────────────────────────────────────────────
 
-    def sampling(
-        self, given: Mapping[str, Any], *, as_many_as_fit: bool = False
-    ) -> SamplingParams:
+    def sampling(self, given: Mapping[str, Any], *, as_many_as_fit: bool = False) -> SamplingParams:
         """SamplingParams from fields; None falls back to the model's suggestion. Raises 400.
 
         as_many_as_fit: what an output without a length means, instead of SamplingParams' default.
