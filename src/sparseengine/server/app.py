@@ -17,11 +17,13 @@ from sparseengine import __version__
 from sparseengine.errors import SparseEngineError
 from sparseengine.server import ops, schemas
 from sparseengine.server.answers import answer
+from sparseengine.server.anthropic import count_tokens, messages
 from sparseengine.server.bodies import read_model
 from sparseengine.server.chat import chat_completions
 from sparseengine.server.completions import completions
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.middleware import Envelope
+from sparseengine.server.responses import responses
 from sparseengine.server.service import Service, record_of
 
 Handler = Callable[[Service, Request, Any], Awaitable[Response]]
@@ -141,6 +143,9 @@ def _add_routes(routes: Routes) -> None:
     service, app = routes.service, routes.app
     routes.post("/v1/chat/completions", schemas.ChatBody, chat_completions)
     routes.post("/v1/completions", schemas.CompletionBody, completions)
+    routes.post("/v1/responses", schemas.ResponsesBody, responses)
+    routes.post("/v1/messages", schemas.MessagesBody, messages)
+    routes.post("/v1/messages/count_tokens", schemas.CountTokensBody, _json(count_tokens))
     routes.post("/tokenize", schemas.TokenizeBody, _json(ops.tokenize))
     routes.post("/detokenize", schemas.DetokenizeBody, _json(ops.detokenize))
     routes.get("/v1/models", lambda: ops.models(service), "the names that requests may use")
