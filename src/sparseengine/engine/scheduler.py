@@ -71,6 +71,7 @@ class Scheduler:
         self.running: dict[int, Ticket] = {}
         self.num_preemptions = 0
         self.quarantine = Quarantine()
+        self._in_flight: list[set[int]] = []  # ids of plans that are not booked yet
         self._stall_steps = 0
         # Decodes share a step or none runs, so no more requests run than a step has tokens.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -135,6 +136,7 @@ class Scheduler:
                 self._make_room(error, preempted)
                 continue
             self._note(chunks)
+            self._in_flight.append({c.request.id for c in chunks})
             return plan
 
     def _admit(self) -> None:
@@ -252,6 +254,7 @@ class Scheduler:
             except Exception as error:
                 blame(error, (chunk.request.id,))
                 raise
+        del self._in_flight[:1]
 
     def _book(self, chunk: Chunk, samples: Mapping[int, Sample]) -> None:
         ticket = self.running[chunk.request.id]
@@ -299,11 +302,12 @@ class Scheduler:
     def recover(self, suspects: Sequence[int], message: str) -> None:
         """A step failed part way: end the suspect, run everything else anew from its tokens.
 
-        Several suspects (none named: all that run) are run one by one from here on, until they are
+        Several suspects (none named: all in the step) are run one by one from here on, until they are
         past where it failed; the one that fails alone is ended.
         """
         running = [t.request for t in self.running.values()]
-        ids = set(suspects) or {r.id for r in running}
+        ids = set(suspects) or set().union(*self._in_flight) or {r.id for r in running}
+        self._in_flight.clear()
         if not ids and self.waiting:
             ids = {self.waiting[0].id}
         for ticket in list(self.running.values()):
