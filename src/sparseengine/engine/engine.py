@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Request
 from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
+from sparseengine.engine.faults import describe, is_fatal
 from sparseengine.engine.intake import Intake, Submission
 from sparseengine.engine.outputs import Finish, RequestOutput
 from sparseengine.engine.runner import Runner
@@ -133,9 +135,18 @@ class Engine:
             error = None if grammar is None else grammar.exception()
             for request in submission.requests:
                 if error is None:
-                    self.scheduler.add(request)
+                    self._queue(request)
                 else:
                     self.collector.end(request, Finish("error", str(error)))
+
+    def _queue(self, request: Request) -> None:
+        """A method's own code is asked for its demand here: a fault in it ends the request."""
+        try:
+            self.scheduler.add(request)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            self.collector.end(request, Finish("error", describe(error)))
 
     def is_compiling(self, request_id: str) -> bool:
         """Whether a request still waits for its grammar."""
