@@ -366,7 +366,7 @@ class AsyncLLM:
         if message.kind == "capacity":
             stream.fail(CapacityError(message.message, needed=0, available=0))
         elif message.kind == "request":
-            stream.fail(RequestError(message.message))
+            stream.fail(RequestError(message.message, param=message.param))
         else:
             stream.fail(SparseEngineError(message.message))
 

@@ -19,8 +19,12 @@ from typing import Any
 _STOP = object()
 
 
+def _make_proxy(values: dict[Any, Any]) -> MappingProxyType[Any, Any]:
+    return MappingProxyType(values)
+
+
 def _reduce_proxy(proxy: MappingProxyType[Any, Any]) -> tuple[Any, tuple[dict[Any, Any]]]:
-    return MappingProxyType, (dict(proxy),)
+    return _make_proxy, (dict(proxy),)
 
 
 copyreg.pickle(MappingProxyType, _reduce_proxy)  # frozen parameters hold their mappings in these
@@ -48,8 +52,8 @@ class Channel:
         self._reader.start()
 
     def send(self, message: Any) -> None:
-        """Queue a message; returns at once."""
-        self._out.put(message)
+        """Queue a message; returns at once. Raises here when it cannot be pickled."""
+        self._out.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def close(self, timeout: float = 2.0) -> None:
         """Send what is queued, then close this end."""
@@ -67,7 +71,8 @@ class Channel:
                 pass
             stops = _STOP in batch
             try:
-                self._connection.send_bytes(pickle.dumps([m for m in batch if m is not _STOP]))
+                parts = [m for m in batch if m is not _STOP]
+                self._connection.send_bytes(pickle.dumps(parts, pickle.HIGHEST_PROTOCOL))
             except OSError:  # the other end is gone; the reader says so
                 return
             if stops:
@@ -76,7 +81,7 @@ class Channel:
     def _read(self) -> None:
         while True:
             try:
-                batch = pickle.loads(self._connection.recv_bytes())
+                batch = [pickle.loads(m) for m in pickle.loads(self._connection.recv_bytes())]
             except (EOFError, OSError, TypeError):  # TypeError: closed while waiting
                 self._on_close()
                 return

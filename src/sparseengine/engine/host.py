@@ -105,7 +105,12 @@ class EngineHost:
 
     def _add(self, message: Add) -> None:
         key = str(message.key)
+        param: str | None = None
         try:
+            param = "sparse"
+            if message.sparse is not None:
+                self.engine.intake.methods.resolve(message.sparse, message.tokens.size)
+            param = None
             self.engine.add_request(
                 message.tokens.tolist(),
                 message.sampling,
@@ -116,7 +121,7 @@ class EngineHost:
         except CapacityError as error:
             self._channel.send(Rejected(message.key, str(error), "capacity"))
         except (RequestError, ConfigError) as error:
-            self._channel.send(Rejected(message.key, str(error), "request"))
+            self._channel.send(Rejected(message.key, str(error), "request", param))
         except Exception as error:
             if is_fatal(error):
                 raise

@@ -80,6 +80,7 @@ class Rejected(NamedTuple):
     key: int
     message: str
     kind: Literal["request", "capacity", "error"]
+    param: str | None = None
 
 
 class Delta(NamedTuple):

@@ -302,8 +302,8 @@ class Scheduler:
     def recover(self, suspects: Sequence[int], message: str) -> None:
         """A step failed part way: end the suspect, run everything else anew from its tokens.
 
-        Several suspects (none named: all in the step) are run one by one from here on, until they are
-        past where it failed; the one that fails alone is ended.
+        Several suspects (none named: all in the step) are run one by one from here on, until they
+        are past where it failed; the one that fails alone is ended.
         """
         running = [t.request for t in self.running.values()]
         ids = set(suspects) or set().union(*self._in_flight) or {r.id for r in running}

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from sparseengine.async_llm import EngineDeadError
 from sparseengine.errors import CapacityError, RequestError, SparseEngineError
 
-_FIELD = re.compile(r"^([a-z_]+)=|^unknown (?:sampling )?field '([^']+)'")
+_FIELD = re.compile(r"^([a-z_]+)(?:=| holds |\.)|^unknown (?:sampling )?field '([^']+)'")
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -84,7 +84,8 @@ def as_api_error(error: Exception, param: str | None = None) -> ApiError:
         return ApiError(400, message, param="max_tokens", code="kv_capacity_exceeded")
     if isinstance(error, RequestError):
         found = _FIELD.search(message)
-        return ApiError(400, message, param=param or (found and (found[1] or found[2])) or None)
+        named = found and (found[1] or found[2])
+        return ApiError(400, message, param=param or error.param or named or None)
     if isinstance(error, EngineDeadError):
         return retry_later(503, f"the engine does not run: {message}", 10)
     if isinstance(error, SparseEngineError):

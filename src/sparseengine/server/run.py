@@ -83,6 +83,10 @@ class Server:
         shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
         return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
 
+    @property
+    def started(self) -> bool:
+        return self._uvicorn.started
+
     async def run(self) -> None:
         """Serve until `stop`, or until the engine is dead and its requests were answered."""
         watch = asyncio.create_task(self._watch_engine())

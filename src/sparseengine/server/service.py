@@ -215,8 +215,7 @@ class Service:
             await stream.accepted()
             yield stream
         except RequestError as error:
-            is_sparse = "method" in str(error) and sparse is not None
-            raise as_api_error(error, "sparse" if is_sparse else None) from None
+            raise as_api_error(error) from None
         finally:
             self.in_flight -= count
             self.llm.cancel(stream)
