@@ -24,6 +24,7 @@ from sparseengine.server.completions import completions
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.middleware import Envelope
 from sparseengine.server.responses import responses
+from sparseengine.server.records import log_request
 from sparseengine.server.service import Service, record_of
 
 Handler = Callable[[Service, Request, Any], Awaitable[Response]]
@@ -46,7 +47,8 @@ class Routes:
             body = await read_model(
                 request, model, settings.max_body_bytes, settings.client_timeout
             )
-            record_of(request).body = body
+            if settings.log_requests:
+                log_request(record_of(request).id, body, with_text=settings.log_text)
             return await handler(service, request, body)
 
         self.bodies[model.__name__] = model

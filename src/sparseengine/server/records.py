@@ -9,10 +9,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
+
 from sparseengine.async_llm import Arrived
 from sparseengine.core.params import SamplingParams, SparseParams
 
 log = logging.getLogger("sparseengine.access")
+_requests = logging.getLogger("sparseengine.requests")
+_PLAIN = {"model", "method", "role", "type", "name", "tool_choice", "reasoning_effort", "effort"}
+
+
+def log_request(request_id: str, body: BaseModel, *, with_text: bool) -> None:
+    """What a request asked for; texts show as their lengths unless `with_text`."""
+    given = body.model_dump(exclude_unset=True)
+    shown = given if with_text else {k: _redacted(k, v) for k, v in given.items()}
+    _requests.info(json.dumps({"id": request_id, **shown}, ensure_ascii=True))
+
+
+def _redacted(name: str, value: Any) -> Any:
+    if isinstance(value, str):
+        return value if name in _PLAIN else f"<{len(value)} characters>"
+    if isinstance(value, dict):
+        return {k: _redacted(k, v) for k, v in value.items()}
+    if isinstance(value, list):
+        if value and all(type(v) is int for v in value):
+            return f"<{len(value)} integers>"
+        return [_redacted(name, v) for v in value]
+    return value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +46,6 @@ class Record:
     client_id: str | None
     path: str
     verb: str
-    body: Any = None
     started: float = field(default_factory=time.monotonic)
     status: int = 0
     disconnected: bool = False
