@@ -23,8 +23,8 @@ from sparseengine.server.chat import chat_completions
 from sparseengine.server.completions import completions
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.middleware import Envelope
-from sparseengine.server.responses import responses
 from sparseengine.server.records import log_request
+from sparseengine.server.responses import responses
 from sparseengine.server.service import Service, record_of
 
 Handler = Callable[[Service, Request, Any], Awaitable[Response]]
