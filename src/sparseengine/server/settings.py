@@ -72,60 +72,24 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     _add_limits(group, d)
 
 
+_NUMBERS: tuple[tuple[str, type, str], ...] = (
+    ("max_queue", int, "completions that may wait beside those that run; more get 429"),
+    ("max_n", int, "most answers per prompt"),
+    ("max_stop", int, "most stop strings per request"),
+    ("max_body_bytes", int, "largest request body"),
+    ("health_timeout", float, "/health says 503 when the engine stands still for so many seconds"),
+    ("drain_timeout", float, "seconds that running requests have to end after SIGTERM"),
+    ("client_timeout", float, "seconds after which a client that neither sends nor reads is cut"),
+)
+
+
 def _add_limits(group: argparse._ArgumentGroup, d: ServerSettings) -> None:
     add = group.add_argument
-    add(
-        "--max-queue",
-        type=int,
-        default=d.max_queue,
-        metavar="N",
-        help="completions that may wait beside those that run; more get 429 "
-        f"[default: {d.max_queue}]",
-    )
-    add(
-        "--max-n",
-        type=int,
-        default=d.max_n,
-        metavar="N",
-        help=f"most answers per prompt [default: {d.max_n}]",
-    )
-    add(
-        "--max-stop",
-        type=int,
-        default=d.max_stop,
-        metavar="N",
-        help=f"most stop strings per request [default: {d.max_stop}]",
-    )
-    add(
-        "--max-body-bytes",
-        type=int,
-        default=d.max_body_bytes,
-        metavar="N",
-        help=f"largest request body [default: {d.max_body_bytes}]",
-    )
-    add(
-        "--health-timeout",
-        type=float,
-        default=d.health_timeout,
-        metavar="S",
-        help="/health says 503 when the engine has made no step for so long "
-        f"[default: {d.health_timeout:g}]",
-    )
-    add(
-        "--drain-timeout",
-        type=float,
-        default=d.drain_timeout,
-        metavar="S",
-        help=f"after SIGTERM, running requests have so long to end [default: {d.drain_timeout:g}]",
-    )
-    add(
-        "--client-timeout",
-        type=float,
-        default=d.client_timeout,
-        metavar="S",
-        help="a client that neither sends nor reads for so long is cut off "
-        f"[default: {d.client_timeout:g}]",
-    )
+    for name, kind, doc in _NUMBERS:
+        default = getattr(d, name)
+        text = f"{doc} [default: {default:g}]" if kind is float else f"{doc} [default: {default}]"
+        flag = "--" + name.replace("_", "-")
+        add(flag, type=kind, default=default, metavar="N", help=text)
     add(
         "--log-requests",
         action="store_true",
