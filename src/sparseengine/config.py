@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,10 @@ from typing import Any, Literal
 from sparseengine import env
 from sparseengine.errors import ConfigError, nearest
 from sparseengine.provenance import Affects, Given, Param, Source, Value, pick
+from sparseengine.provenance import at_least as _at_least
+from sparseengine.provenance import fraction as _fraction
+from sparseengine.provenance import page_size as _page
+from sparseengine.provenance import seed as _seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +79,8 @@ class RuntimeConfig:
     attention_backend: str = "auto"
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool = True
+    tuning_file: str | None = None
     max_logprobs: int = 20
     grammar_timeout_s: float = 10.0
 
@@ -120,23 +126,6 @@ _NUMERICS = frozenset({Affects.NUMERICS})
 _LAYOUT = frozenset({Affects.LAYOUT})
 _BOTH = frozenset({Affects.NUMERICS, Affects.LAYOUT})
 _ALL = frozenset(Affects)
-
-
-def _at_least(low: int) -> Callable[[Any], str | None]:
-    return lambda v: None if v >= low else f"{low} or more"
-
-
-def _fraction(value: float) -> str | None:
-    return None if 0 < value <= 1 else "in (0, 1]"
-
-
-def _page(value: int) -> str | None:
-    ok = 1 <= value <= 256 and value & (value - 1) == 0
-    return None if ok else "a power of two in [1, 256]"
-
-
-def _seed(value: int) -> str | None:
-    return None if -(1 << 63) <= value < 1 << 63 else "a 64-bit integer"
 
 
 PARAMS: tuple[Param, ...] = (
@@ -347,6 +336,18 @@ PARAMS: tuple[Param, ...] = (
         doc="never replay captured graphs",
     ),
     Param(
+        path="runtime.async_scheduling",
+        flag="--async-scheduling",
+        kind="bool",
+        doc="plan and book steps while the device runs others (CUDA devices)",
+    ),
+    Param(
+        path="runtime.tuning_file",
+        flag="--tuning-file",
+        kind="str",
+        doc="launch shapes of kernels that `bench tune` has measured on such a device",
+    ),
+    Param(
         path="runtime.max_logprobs",
         flag="--max-logprobs",
         kind="int",
@@ -387,10 +388,7 @@ def _by_keyword(values: Mapping[str, Any], where: str) -> dict[str, tuple[Any, s
 
 
 def read_file(path: str | Path) -> dict[str, tuple[Any, str]]:
-    """A YAML or JSON config file -> {path: (raw value, origin)}.
-
-    Keys are flag names (max-model-len) or sections (cache: {block_size: 16}).
-    """
+    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}."""
     import yaml
 
     file = Path(path)

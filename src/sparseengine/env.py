@@ -45,6 +45,11 @@ VARIABLES: tuple[Variable, ...] = (
         path="runtime.deterministic",
     ),
     Variable(
+        name="SPARSEENGINE_TUNING_FILE",
+        doc="launch shapes of kernels that `bench tune` has measured",
+        path="runtime.tuning_file",
+    ),
+    Variable(
         name="SPARSEENGINE_KV_CACHE_MEMORY_BYTES",
         doc="memory for the KV cache",
         path="cache.kv_cache_memory_bytes",

@@ -226,3 +226,23 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "names": _read_names,
     "budget": read_budget,
 }
+
+
+# ── checks of a parameter: None, or what it must be ──────────────────────────────────────────────
+
+
+def at_least(low: int) -> Callable[[Any], str | None]:
+    return lambda v: None if v >= low else f"{low} or more"
+
+
+def fraction(value: float) -> str | None:
+    return None if 0 < value <= 1 else "in (0, 1]"
+
+
+def page_size(value: int) -> str | None:
+    ok = 1 <= value <= 256 and value & (value - 1) == 0
+    return None if ok else "a power of two in [1, 256]"
+
+
+def seed(value: int) -> str | None:
+    return None if -(1 << 63) <= value < 1 << 63 else "a 64-bit integer"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -41,6 +44,7 @@ def machine() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["sparseengine", *sys.argv[1:]]),
         "sparseengine": __version__,
+        "commit": _commit(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
@@ -52,7 +56,32 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name(0)
         facts["cuda"] = torch.version.cuda
+        facts["driver"] = _driver()
+    if importlib.util.find_spec("triton") is not None:
+        facts["triton"] = importlib.metadata.version("triton")
     return facts
+
+
+def _commit() -> str | None:
+    """The commit that this package runs from; None for an installed one."""
+    here = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if here.parent.name == "src" else None
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version where the kernel module tells it."""
+    version = Path("/sys/module/nvidia/version")
+    return version.read_text(encoding="utf-8").strip() if version.exists() else None
 
 
 def _cpu_name() -> str:

@@ -7,7 +7,7 @@ that a model cannot carry, backends that cannot run. Nothing after this reads th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from sparseengine.core.specs import CacheGroup, ModelSpec, Ragged
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_model, make_method, resolve_budget
 from sparseengine.models import model_spec
+from sparseengine.ops.tuned import Tuned, device_key, load
 from sparseengine.provenance import Source, Value
 from sparseengine.weights.source import ModelSource, open_model
 
@@ -40,6 +41,7 @@ class Resolved:
     methods: canonical names of the enabled methods, the default one first.
     groups: the merged cache plan. routes: one decision per layer.
     provenance: "section.name" -> the value in force, who gave it and what lost.
+    tuned: launch shapes of kernels.
     """
 
     config: EngineConfig
@@ -53,6 +55,7 @@ class Resolved:
     groups: tuple[CacheGroup, ...]
     routes: tuple[RouteDecision, ...]
     max_model_len: int
+    tuned: Tuned = field(default_factory=Tuned)
 
     @property
     def sparse(self) -> SparseParams:
@@ -91,7 +94,13 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
         groups=groups,
         routes=_routes(config, known, spec, groups, caps),
         max_model_len=max_model_len,
+        tuned=_tuned(config.runtime.tuning_file, caps),
     )
+
+
+def _tuned(path: str | None, caps: DeviceCaps) -> Tuned:
+    """What the tuning file says of this kind of device."""
+    return Tuned() if path is None else load(path, device_key(caps.arch, caps.multiprocessors))
 
 
 def _fill(known: dict[str, Value], path: str, value: Any, source: Source, origin: str) -> None:
@@ -237,6 +246,7 @@ def explain(resolved: Resolved, *, prompt_len: int | None = None, max_tokens: in
         "methods": [_explain_method(resolved, n, length, max_tokens) for n in resolved.methods],
         "cache_plan": [_plain(g) for g in resolved.groups],
         "routes": _explain_routes(resolved),
+        "launch_shapes": str(resolved.tuned),
     }
 
 

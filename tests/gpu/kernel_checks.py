@@ -205,6 +205,7 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
     wide = draw(tokens, 203)
     x, residual = wide[:, :96], draw(tokens, 96)
     for weight in (draw(96), draw(96).float()):
+        assert_close(kernels.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), dtype)
         want = reference.add_rms_norm(x, residual, weight, 1e-6)
         for found, twin in zip(kernels.add_rms_norm(x, residual, weight, 1e-6), want, strict=True):
             assert_close(found, twin, dtype)
@@ -244,7 +245,7 @@ def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:
             found, want = kernels.top_pages(*args, **limits), reference.top_pages(*args, **limits)
             assert torch.equal(found, want)
         table = PackedTable(
-            torch.randint(0, 999, (5000,), device=device, dtype=torch.int32),
+            torch.randint(0, 999, (100 + 4 * (columns + 2),), device=device, dtype=torch.int32),
             torch.randint(0, 100, (spans,), device=device),
             torch.full((spans,), columns + 2, device=device),
             row=1, groups=groups, columns=columns,

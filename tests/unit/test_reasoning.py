@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseengine.errors import ConfigError
-from sparseengine.server.reasoning import splitter_for
+from sparseengine.server.reasoning import splitter_for, structure_begins_after
 
 THINK = "<think>\nHmm, < 3 </thin k>\n\nso\n</think>\n\nThe answer: </think> is a tag.\n"
 PIECES = st.lists(
@@ -63,3 +63,9 @@ def test_any_text_in_any_pieces(text: str, cuts: list[int], name: str) -> None:
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'deepseek_r1'"):
         splitter_for("deepseek_r2")
+
+
+def test_a_structured_answer_waits_for_reasoning_that_the_prompt_began() -> None:
+    assert structure_begins_after("<|im_start|>assistant\n<think>\n") == "</think>"
+    assert structure_begins_after("<think>\n\n</think>\n\n") is None
+    assert structure_begins_after("<|im_start|>assistant\n") is None

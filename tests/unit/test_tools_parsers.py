@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -269,8 +270,18 @@ def test_names_are_those_of_vllm_and_unknown_ones_are_refused() -> None:
         parser_for("hermess")
 
 
-def test_long_outputs_stay_cheap() -> None:
-    """A call of 200,000 characters that comes in small pieces."""
-    text = write("glm45", [("write", {"path": "line {\n" * 30_000})])
-    parts = cut(text, list(range(0, len(text), 16)))
-    assert len(streamed("glm45", parts).calls[0].arguments) > 200_000
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("unit", ["call", "opening", "half"])
+def test_long_outputs_stay_cheap(name: str, unit: str) -> None:
+    """200,000 characters in small pieces: one long call, openings, calls without their end."""
+    if unit == "call":
+        text = write(name, [("write", {"path": "line {\n" * 28_000})])
+    else:
+        one = write(name, [("write", {"path": "x"})])
+        piece = one[: one.index("write") + (5 if unit == "opening" else 25)]
+        text = piece * (200_000 // len(piece))
+    begin = time.process_time()
+    parsed = streamed(name, cut(text, list(range(0, len(text), 16))))
+    assert time.process_time() - begin < 20
+    if unit == "call":
+        assert len(parsed.calls[0].arguments) > 200_000

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import argparse
 
+from sparseengine.bench.results import add_result_arguments
+
+NAMES = (
+    "decode, latent, prefill, sdpa (torch's own), store, compact, scores, pages, select, fused, "
+    "copy_pages, moe"
+)
+
 
 class Kernels:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--quick", action="store_true", help="leave out torch's own attention")
+        parser.add_argument(
+            "--only", metavar="A,B", help=f"some groups of ops instead of all: {NAMES}"
+        )
+        add_result_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        from sparseengine.bench.kernels import report
+        from sparseengine.bench.kernels import run
 
-        report(args.quick)
-        return 0
+        return run(args)
 
 
 COMMAND = Kernels()

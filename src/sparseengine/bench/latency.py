@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.bench.options import engines_of
-from sparseengine.bench.throughput import make_prompts, now, run_batch
+from sparseengine.bench.batch import make_prompts, now, run_batch
+from sparseengine.bench.options import budget_text, engines_of
+from sparseengine.bench.results import Outcome, Results, add_result_arguments
 from sparseengine.config import EngineConfig
-from sparseengine.console import add_engine_arguments, note, positive, table
+from sparseengine.console import add_engine_arguments, note, positive
 from sparseengine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
-    )
+    add_result_arguments(parser, plot="time to the first token against tokens per second")
     add_engine_arguments(parser)
 
 
@@ -241,21 +240,24 @@ def percentiles(seconds: Sequence[float]) -> list[float]:
 
 def _measure(args: argparse.Namespace, name: str, traces: Any, longest: int) -> int:
     from sparseengine.llm import LLM
-    from sparseengine.report import machine, make_folder, write_artefacts
 
-    folder = None if args.output is None else make_folder(args.output)
+    results = Results(args)
+    settings: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     raw: list[dict[str, Any]] = []
     engines: list[tuple[str, EngineConfig]] = list(engines_of(args, longest))
     for label, config in engines:
         with LLM.from_config(config, quiet=True) as llm:
-            vocab = llm.resolved.spec.vocab_size
+            vocab, settings[label] = llm.resolved.spec.vocab_size, llm.explain()
             note(f"{label}: warm-up")
             run_batch(llm, make_prompts(vocab, 16, 1, seed=99), 4)
             for load, arrivals in traces(vocab).items():
                 note(f"{label}: {load}")
                 served = serve(llm, arrivals)
-                rows.append(summary(label, load, served))
+                row = summary(label, load, served)
+                row["model"] = llm.resolved.source.name
+                row["budget"] = budget_text(config)
+                rows.append(row)
                 raw += [
                     {
                         "method": label,
@@ -265,13 +267,26 @@ def _measure(args: argparse.Namespace, name: str, traces: Any, longest: int) -> 
                     }
                     for s in served
                 ]
-    info = machine()
-    if folder is not None:
-        write_artefacts(folder, info, raw, rows)
-    print(table([_shown(row, rows) for row in rows]))
-    print(f"\n{FOOTNOTE}")
-    print(json.dumps({"bench": name, **info, "rows": rows}), flush=True)
+    outcome = Outcome(
+        bench=name,
+        rows=rows,
+        raw=raw,
+        details={"engines": settings},
+        plots={"": waits_plot(name, rows)},
+    )
+    results.publish(outcome, [_shown(row, rows) for row in rows], FOOTNOTE)
     return 0
+
+
+def waits_plot(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Median time to the first token at the rate of output tokens that each load came to."""
+    from sparseengine.plots import Axis, line_plot
+
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        series.setdefault(row["method"], []).append((row["output_tok_s"], row["ttft_ms"][0]))
+    x, y = Axis(label="output, tokens/s"), Axis(label="time to first token, ms", base=10)
+    return line_plot(f"{rows[0]['model']}: {name}", x, y, series)
 
 
 def _shown(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,19 +1,16 @@
-"""Mixture-of-experts benchmark: `python -m sparseengine.bench.moe` on a CUDA device.
+"""Mixtures of experts, a group of `sparseengine bench kernels`.
 
 Layers of well-known models, bf16, at decode and prefill sizes, with fresh routings. Each row is
 compared with the plain-torch twin in fp32 first. One layer's experts exceed the L2 cache, so that
 one copy of them suffices. Bytes are those of the experts that any token chose, read once; FLOP are
 those of the two products. torch's grouped product is timed on its own, on rows that are sorted
-already, and as a whole layer around it. Prints a table; the last line is JSON.
+already, and as a whole layer around it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sparseengine import ops
-from sparseengine.bench.kernels import Bench, bench_copy, relative_error
+from sparseengine.bench.timing import Bench, relative_error
 from sparseengine.ops import reference
 from sparseengine.ops.routing import RouterSpec
 
@@ -93,21 +90,21 @@ class LayerBench:
 
     def __init__(self, bench: Bench, layer: Layer) -> None:
         self.bench, self.layer = bench, layer
-        shape = (layer.router.num_experts, 2 * layer.inner, layer.hidden)
-        self.gate_up = self._normal(*shape) * layer.hidden**-0.5
-        self.down = self._normal(shape[0], layer.hidden, layer.inner) * layer.inner**-0.5
-        self.bias = torch.randn(shape[0], device="cuda") * 0.01
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        experts, hidden, inner = layer.router.num_experts, layer.hidden, layer.inner
+        self.gate_up = bench.normal(experts, 2 * inner, hidden) * hidden**-0.5
+        self.down = bench.normal(experts, hidden, inner) * inner**-0.5
+        self.bias = torch.randn(experts, device=bench.device) * 0.01
 
     def run(self, num_tokens: int) -> None:
         """All rows of the table for one number of tokens."""
         layer, spec = self.layer, self.layer.router
         bias = self.bias if spec.correction_bias else None
-        logits = [torch.randn(num_tokens, spec.num_experts, device="cuda") for _ in range(ROUTINGS)]
+        logits = [
+            torch.randn(num_tokens, spec.num_experts, device=self.bench.device)
+            for _ in range(ROUTINGS)
+        ]
         routed = [ops.moe_route(each, bias, spec) for each in logits]
-        inputs = [(self._normal(num_tokens, layer.hidden), *each) for each in routed]
+        inputs = [(self.bench.normal(num_tokens, layer.hidden), *each) for each in routed]
         active = sum(int((torch.bincount(i.flatten()) > 0).sum()) for i, _ in routed) / ROUTINGS
         num_bytes = int(active * layer.expert_bytes)
         flop = 2 * num_tokens * spec.top_k * 3 * layer.hidden * layer.inner
@@ -115,7 +112,7 @@ class LayerBench:
             error = self._error(function, inputs[0])
             calls = [partial(function, *each) for each in inputs]
             self.bench.add(f"{layer.name} {num_tokens}{name}", calls, num_bytes, error, flop)
-        rows = self._normal(num_tokens * spec.top_k, layer.hidden)
+        rows = self.bench.normal(num_tokens * spec.top_k, layer.hidden)
         ends = [
             torch.bincount(ids.flatten(), minlength=spec.num_experts).cumsum(0).int()
             for ids, _ in routed
@@ -147,28 +144,10 @@ class LayerBench:
         return error
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="tokens per call")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("error: the expert benchmark needs a CUDA device", file=sys.stderr)
-        return 2
-    torch.manual_seed(0)
-    print(
-        f"{'layer and tokens':<34}{'time us':>11}{'spread':>9}{'MB':>11}{'TB/s':>8}{'share':>7}"
-        f"{'TFLOP/s':>8}{'error':>9}"
-    )
-    bench = Bench()
-    bench_copy(bench)
+def bench_moe(bench: Bench) -> None:
+    """All layers at all numbers of tokens."""
     for layer in LAYERS:
-        timed = LayerBench(bench, layer)
-        for num_tokens in args.tokens:
+        some = replace(layer, hidden=64, inner=32) if bench.small else layer
+        timed = LayerBench(bench, some)
+        for num_tokens in TOKENS[:1] if bench.small else TOKENS:
             timed.run(num_tokens)
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
-    print(json.dumps({**facts, "results": [asdict(r) for r in bench.results]}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparseengine.bench.results import add_result_arguments
 from sparseengine.config import EngineConfig, default_of
-from sparseengine.console import add_engine_arguments, engine_config, hyper_params
+from sparseengine.console import add_engine_arguments, engine_config, hyper_params, note
 from sparseengine.errors import ConfigError
 from sparseengine.provenance import read_size
 
@@ -44,19 +45,27 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
     parser.add_argument(
+        "--synthetic-kv",
+        action="store_true",
+        help="decode steps only: the cache is filled with random numbers instead of prefilled",
+    )
+    parser.add_argument(
         "--compare-transformers",
         action="store_true",
         help="also run transformers' generate on the same prompts and cores",
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+    add_result_arguments(
+        parser, plot="step times against batch, or against prompt length where that varies alone"
     )
     add_engine_arguments(parser)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a run measures: engines by label (dense first), prompt lengths, batch sizes."""
+    """What a run measures: engines by label (dense first), prompt lengths, batch sizes.
+
+    pairs: (length, batch) instead of all combinations; those that do not fit are left out.
+    """
 
     engines: tuple[tuple[str, EngineConfig], ...]
     lengths: tuple[int, ...]
@@ -64,29 +73,41 @@ class Plan:
     output_len: int
     repeats: int
     compare_transformers: bool
+    synthetic: bool = False
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def fixed_batches(self) -> list[int]:
         return [b for b in self.batches if isinstance(b, int)]
 
-    def shapes(self, llm: LLM) -> Iterator[tuple[int, int]]:
-        """(input length, batch size) pairs; `max` is resolved by this engine's memory."""
+    def shapes(self, llm: LLM) -> Iterator[tuple[int, int, bool]]:
+        """(input length, batch size, was `max`); `max` is resolved by this engine's memory."""
+        for length, batch in self.pairs:
+            limit = llm.resolved.max_model_len
+            if length + self.output_len > limit:
+                note(f"{length} x {batch}: left out, for max_model_len={limit}")
+            elif batch > self._most(llm, length):
+                note(f"{length} x {batch}: left out, for it does not fit into the KV memory")
+            else:
+                yield length, batch, False
+        if self.pairs:
+            return
         for length in self.lengths:
             for batch in self.batches:
-                yield length, batch if isinstance(batch, int) else self._most(llm, length)
+                fixed = isinstance(batch, int)
+                yield length, batch if fixed else max(1, self._most(llm, length)), not fixed
 
     def _most(self, llm: LLM, length: int) -> int:
-        from sparseengine.engine.admission import charge
+        """The largest batch of requests of this length; 0 when not even one fits."""
+        from sparseengine.engine.admission import charge, fitting
 
         engine = llm.engine
         method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
         cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
-        most, steady = charge(cache, instance, length, self.output_len, budget)
-        more = max(0, cache.total_pages() - most) // max(1, steady)
-        return min(llm.resolved.config.scheduler.max_num_seqs, 1 + more)
-
-    def budget_text(self, config: EngineConfig) -> str | None:
-        value = config.sparse.budget or config.sparse.ratio
-        return None if value is None else str(value)
+        fits = fitting(cache, charge(cache, instance, length, self.output_len, budget))
+        limit = llm.resolved.config.scheduler.max_num_seqs
+        if fits > limit and "max" in self.batches:
+            note(f"{method}: {fits} requests would fit, max_num_seqs={limit}; raise --max-num-seqs")
+        return min(limit, fits)
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -95,20 +116,31 @@ class Plan:
             "batches": list(self.batches),
             "output_len": self.output_len,
             "repeats": self.repeats,
+            "synthetic_kv": self.synthetic,
         }
+
+
+def budget_text(config: EngineConfig) -> str | None:
+    """The budget or ratio that was asked for."""
+    value = config.sparse.budget or config.sparse.ratio
+    return None if value is None else str(value)
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan behind the flags. Raises `ConfigError` for impossible ones."""
-    lengths = _numbers("--input-len", args.lengths)
+    lengths = numbers("--input-len", args.lengths)
     batches = tuple(
-        "max" if part.strip() == "max" else _numbers("--batch-size", part)[0]
+        "max" if part.strip() == "max" else numbers("--batch-size", part)[0]
         for part in args.batches.split(",")
     )
     if args.output_len < MIN_STEPS + 2:
         raise ConfigError(
             f"--output-len {args.output_len} leaves fewer than {MIN_STEPS} steps to take a median "
             f"of; use {MIN_STEPS + 2} or more"
+        )
+    if args.synthetic_kv and args.compare_transformers:
+        raise ConfigError(
+            "--synthetic-kv has nothing that transformers could run; leave out one of the two"
         )
     if args.repeats < 1:
         raise ConfigError(f"--repeats {args.repeats} is not allowed; it must be 1 or more")
@@ -119,10 +151,11 @@ def plan_of(args: argparse.Namespace) -> Plan:
         output_len=args.output_len,
         repeats=args.repeats,
         compare_transformers=args.compare_transformers,
+        synthetic=args.synthetic_kv,
     )
 
 
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
+def numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         values = tuple(read_size(part) for part in text.split(","))
     except ValueError as error:
@@ -149,9 +182,11 @@ def engines_of(
 ) -> Iterator[tuple[str, EngineConfig]]:
     """Dense, then every method that was asked for, each an engine of its own.
 
-    longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`.
+    longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`, as does
+    what a method cannot run on.
     """
     from sparseengine.methods import METHODS
+    from sparseengine.resolve import resolve
 
     wanted = args.methods or args.engine_sparse_method or ""
     names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
@@ -166,6 +201,7 @@ def engines_of(
             local.engine_kv_budget = local.engine_sparse_config = None
         config = engine_config(local, **given)
         _check_length(config, longest)
+        resolve(config)  # before any engine is measured
         yield name, config
 
 

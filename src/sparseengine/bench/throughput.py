@@ -8,34 +8,33 @@ One short warm-up per engine is run and thrown away.
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.bench.options import Plan, add_bench_arguments, plan_of
+from sparseengine.bench.batch import Timing, make_prompts, run_batch
+from sparseengine.bench.options import Plan, add_bench_arguments, budget_text, plan_of
+from sparseengine.bench.results import Outcome, Results
+from sparseengine.bench.synthetic import TAIL_TOKENS, Probe, probe, randomise
 from sparseengine.config import EngineConfig
-from sparseengine.console import note, table
+from sparseengine.console import note
 
 if TYPE_CHECKING:
     from sparseengine.llm import LLM
 
 
-FOOTNOTE = (
+LABELS = {"batch": "batch, requests", "input_len": "prompt, tokens"}
+DECODE_NOTE = (
     "decode: median of the steps in which the whole batch decodes, 10th to 90th percentile in "
-    "brackets; prefill: to the last first token, median of the runs; one warm-up per engine dropped"
+    "brackets; steps that capture a graph are left out"
 )
-
-
-@dataclass(slots=True, kw_only=True)
-class Timing:
-    """Seconds of one batch: until the last first token, and of each full decode step."""
-
-    prefill_s: float
-    steps_s: list[float] = field(default_factory=list)
-    resident_bytes: int = 0
+PREFILL_NOTE = (
+    "prefill: to the last first token, median of the runs; one warm-up per engine dropped"
+)
+SYNTHETIC_NOTE = (
+    "synthetic KV: the cache holds random numbers, row lengths are those of one request whose last "
+    f"{TAIL_TOKENS} prompt tokens were computed; no prefill was measured"
+)
 
 
 class Throughput:
@@ -43,98 +42,120 @@ class Throughput:
         add_bench_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        plan = plan_of(args)
-        from sparseengine.report import machine, make_folder, write_artefacts
-
-        folder = None if args.output is None else make_folder(args.output)
-        rows: list[dict[str, Any]] = []
-        raw: list[dict[str, Any]] = []
-        for label, config in plan.engines:
-            rows += measure_engine(label, config, plan, raw)
-        if plan.compare_transformers:
-            rows += measure_transformers(plan, raw)
-        add_ratios(rows)
-        info = {**machine(), "settings": plan.settings()}
-        if folder is not None:
-            write_artefacts(folder, info, raw, rows)
-        print(table([shown(row) for row in rows]))
-        print(f"\n{FOOTNOTE}; runs of each batch: {plan.repeats}")
-        print(json.dumps({"bench": "throughput", **info, "rows": rows}), flush=True)
+        plan, results = plan_of(args), Results(args)
+        measured = measure(plan)
+        rows = measured.rows
+        outcome = Outcome(
+            bench="throughput",
+            rows=rows,
+            raw=measured.raw,
+            info={"settings": plan.settings()},
+            details={"engines": measured.engines},
+            plots={"": steps_plot(rows)},
+        )
+        results.publish(outcome, [shown(row) for row in rows], notes_of(plan))
         return 0
 
 
-def measure_engine(
-    label: str, config: EngineConfig, plan: Plan, raw: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def measure(plan: Plan) -> Measured:
+    """Every engine of the plan at every shape, and the ratios between them."""
+    measured = Measured()
+    for label, config in plan.engines:
+        measure_engine(label, config, plan, measured)
+    if plan.compare_transformers:
+        measure_transformers(plan, measured)
+    add_ratios(measured.rows, dense=plan.engines[0][0])
+    return measured
+
+
+def notes_of(plan: Plan) -> str:
+    """What the figures are, for below the table."""
+    how = SYNTHETIC_NOTE if plan.synthetic else PREFILL_NOTE
+    return f"{DECODE_NOTE}; {how}; runs of each batch: {plan.repeats}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What several engines have measured so far. engines: the resolved config of each."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    raw: list[dict[str, Any]] = field(default_factory=list)
+    engines: dict[str, Any] = field(default_factory=dict)
+
+
+def steps_plot(rows: Sequence[Mapping[str, Any]], x: str | None = None) -> str:
+    """Median step times against `x`, "batch" or "input_len" (default: what varies).
+
+    A line per method, and per value of the other one when that varies, too.
+    """
+    from sparseengine.plots import Axis, line_plot
+
+    if x is None:
+        x = "batch" if len({row["batch"] for row in rows}) > 1 else "input_len"
+    other = "input_len" if x == "batch" else "batch"
+    several = len({row[other] for row in rows}) > 1
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["step_ms"]:
+            name = " ".join(str(p) for p in (row["method"], row["budget"]) if p)
+            name += f", {other} {row[other]}" if several else ""
+            series.setdefault(name, []).append((row[x], row["step_ms"][0]))
+    fixed = "" if several else f", {LABELS[other]} {rows[0][other]:,}"
+    title = f"{rows[0]['model']}: decode step{fixed}"
+    x_axis, y_axis = Axis(label=LABELS[x], base=2), Axis(label="step, ms", base=10)
+    return line_plot(title, x_axis, y_axis, series)
+
+
+def measure_engine(label: str, config: EngineConfig, plan: Plan, measured: Measured) -> None:
     """One engine, all its shapes."""
     from sparseengine.llm import LLM
 
-    rows = []
     with LLM.from_config(config, quiet=True) as llm:
-        vocab = llm.resolved.spec.vocab_size
-        note(f"{label}: warm-up")
-        run_batch(llm, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
-        for input_len, batch in plan.shapes(llm):
+        vocab, measured.engines[label] = llm.resolved.spec.vocab_size, llm.explain()
+        if plan.synthetic:
+            randomise(llm.engine)
+        else:
+            note(f"{label}: warm-up")
+            run_batch(llm, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
+        for input_len, batch, is_most in plan.shapes(llm):
             note(f"{label}: {input_len} x {batch}")
+            like = _probe_of(llm, label, input_len, plan.synthetic)
             timings = []
             for repeat in range(plan.repeats):
-                prompts = make_prompts(vocab, input_len, batch, seed=repeat)
-                timing = run_batch(llm, prompts, plan.output_len)
-                timings.append(timing)
-                raw += samples(label, input_len, batch, repeat, timing)
-            row = summary(label, input_len, batch, timings)
-            row["budget"] = plan.budget_text(config)
+                prompts = prompts_of(plan, vocab, input_len, batch, repeat)
+                timings.append(
+                    run_batch(llm, prompts, plan.output_len, like if plan.synthetic else None)
+                )
+                measured.raw += samples(label, input_len, batch, repeat, timings[-1])
+            row = summary(llm.resolved.source.name, label, input_len, batch, timings)
+            row["budget"] = budget_text(config)
             row["route"] = ",".join(dict.fromkeys(r.selected for r in llm.resolved.routes))
-            rows.append(row)
-    return rows
+            each = row["kv_bytes_per_request"] if like is None else like.read_bytes
+            row["kv_bytes_read_per_step"] = batch * each if each else None
+            row["synthetic_kv"], row["max_batch"] = plan.synthetic, is_most
+            measured.rows.append(row)
 
 
-def make_prompts(vocab: int, length: int, batch: int, seed: int) -> list[list[int]]:
-    """Random token ids, seeded, the same for every method; the lowest (specials) are left out."""
-    rng = random.Random(f"{seed}/{length}/{batch}")
-    low = min(1000, vocab // 4)
-    return [[rng.randrange(low, vocab) for _ in range(length)] for _ in range(batch)]
+def prompts_of(
+    plan: Plan, vocab: int, input_len: int, batch: int, repeat: int
+) -> Sequence[Sequence[int]]:
+    """Every request its own prompt; where prompts are not computed, one serves all."""
+    if plan.synthetic:
+        return make_prompts(vocab, input_len, 1, seed=repeat) * batch
+    return make_prompts(vocab, input_len, batch, seed=repeat)
 
 
-def run_batch(llm: LLM, prompts: Sequence[Sequence[int]], output_len: int) -> Timing:
-    """Run one batch to its end, step by step."""
-    from sparseengine.core.params import SamplingParams
+def _probe_of(llm: LLM, label: str, input_len: int, synthetic: bool) -> Probe | None:
+    """One recorded request, where more is read or written than its rows tell."""
+    from sparseengine.methods import METHODS
 
-    engine = llm.engine
-    sampling = SamplingParams(
-        temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False
-    )
-    ids = [engine.add_request(p, sampling, stream=True) for p in prompts]
-    tokens = dict.fromkeys(ids, 0)
-    timing = Timing(prefill_s=0.0)
-    start = before = now()
-    while engine.has_work:
-        all_decode = all(0 < n < output_len for n in tokens.values())
-        outputs = engine.step()
-        after = now()
-        for output in outputs:
-            tokens[output.request_id] = len(output.outputs[0].token_ids)
-        if all_decode:
-            timing.steps_s.append(after - before)
-        elif not timing.prefill_s and all(tokens.values()):
-            timing.prefill_s = after - start
-        if all(0 < n < output_len for n in tokens.values()):
-            usage = [engine.scheduler.cache.usage(int(i)).bytes for i in ids]
-            timing.resident_bytes = sum(usage) // len(usage)
-        before = now()
-    return timing
+    if not synthetic and METHODS.get(label).traits.takes != "read":
+        return None
+    (prompt,) = make_prompts(llm.resolved.spec.vocab_size, input_len, 1, seed=98)
+    return probe(llm, prompt, compute=not synthetic)
 
 
-def now() -> float:
-    """Wall clock, after the device is done."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def measure_transformers(plan: Plan, measured: Measured) -> None:
     """The same shapes through transformers' generate."""
     from sparseengine.bench.peers import load_transformers, time_generate
     from sparseengine.resolve import resolve
@@ -144,7 +165,6 @@ def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str
     vocab = resolved.spec.vocab_size
     note("transformers: warm-up")
     time_generate(model, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
-    rows = []
     for input_len in plan.lengths:
         for batch in plan.fixed_batches():
             note(f"transformers: {input_len} x {batch}")
@@ -153,9 +173,9 @@ def measure_transformers(plan: Plan, raw: list[dict[str, Any]]) -> list[dict[str
                 prompts = make_prompts(vocab, input_len, batch, seed=repeat)
                 prefill_s, steps_s = time_generate(model, prompts, plan.output_len)
                 timings.append(Timing(prefill_s=prefill_s, steps_s=steps_s))
-                raw += samples("transformers", input_len, batch, repeat, timings[-1])
-            rows.append(summary("transformers", input_len, batch, timings))
-    return rows
+                measured.raw += samples("transformers", input_len, batch, repeat, timings[-1])
+            name = resolved.source.name
+            measured.rows.append(summary(name, "transformers", input_len, batch, timings))
 
 
 def samples(
@@ -164,43 +184,61 @@ def samples(
     """Raw samples, one line each."""
     base = {"method": label, "input_len": input_len, "batch": batch, "repeat": repeat}
     steps = [{**base, "what": "decode_step_s", "value": s} for s in timing.steps_s]
+    if timing.prefill_s is None:
+        return steps
     return [{**base, "what": "prefill_s", "value": timing.prefill_s}, *steps]
 
 
-def summary(label: str, input_len: int, batch: int, timings: Sequence[Timing]) -> dict[str, Any]:
+def summary(
+    model: str, label: str, input_len: int, batch: int, timings: Sequence[Timing]
+) -> dict[str, Any]:
     """One row of results. Throughputs are aggregates over the batch."""
     from sparseengine.report import Spread
 
     steps = [s for timing in timings for s in timing.steps_s]
     step = Spread.of(steps) if steps else None
-    prefill = Spread.of([timing.prefill_s for timing in timings])
+    prefills = [timing.prefill_s for timing in timings if timing.prefill_s is not None]
+    prefill = Spread.of(prefills) if prefills else None
     return {
+        "model": model,
         "method": label,
         "budget": None,
         "input_len": input_len,
         "batch": batch,
-        "prefill_tok_s": input_len * batch / prefill.median,
-        "prefill_s": list(prefill),
+        "prefill_tok_s": input_len * batch / prefill.median if prefill else None,
+        "prefill_s": list(prefill) if prefill else None,
         "decode_tok_s": batch / step.median if step else None,
         "step_ms": [s * 1e3 for s in step] if step else None,
         "full_steps": len(steps),
         "kv_bytes_per_request": timings[-1].resident_bytes or None,
+        "kv_bytes_read_per_step": None,
         "route": None,
+        "synthetic_kv": False,
+        "max_batch": False,
     }
 
 
-def add_ratios(rows: list[dict[str, Any]]) -> None:
-    """Ratios to our dense run and to transformers at the same shape."""
+def add_ratios(rows: list[dict[str, Any]], dense: str) -> None:
+    """Ratios to our dense run and to transformers, at the same prompt length and batch.
+
+    Where dense did not run at that batch, it is compared at its own `max`: at equal memory.
+    """
     for row in rows:
-        same = [r for r in rows if (r["input_len"], r["batch"]) == (row["input_len"], row["batch"])]
-        ours = same[0]
-        theirs = next((r for r in same if r["method"] == "transformers"), None)
-        for name, other in (("dense", ours), ("transformers", theirs)):
+        for name, method in (("dense", dense), ("transformers", "transformers")):
+            other = _peer(row, [r for r in rows if r["method"] == method])
             if other is None:
                 continue
+            row[f"batch_of_{name}"] = other["batch"]
             for what in ("decode", "prefill"):
                 mine, base = row[f"{what}_tok_s"], other[f"{what}_tok_s"]
                 row[f"{what}_vs_{name}"] = mine / base if mine and base else None
+
+
+def _peer(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    alike = [r for r in others if r["input_len"] == row["input_len"]]
+    same = [r for r in alike if r["batch"] == row["batch"]]
+    most = [r for r in alike if r["max_batch"] and row["max_batch"]]
+    return (same or most or [None])[0]
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -215,12 +253,21 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "decode tok/s": row["decode_tok_s"],
         "steps": row["full_steps"],
         "KV MiB/request": (row["kv_bytes_per_request"] or 0) / 2**20 or None,
-        "decode vs dense": row["decode_vs_dense"],
+        "KV MiB read/step": (row["kv_bytes_read_per_step"] or 0) / 2**20 or None,
+        "decode vs dense": _ratio(row, "dense"),
     }
     if "decode_vs_transformers" in row:
-        cells["vs transformers: decode"] = row["decode_vs_transformers"]
+        cells["vs transformers: decode"] = _ratio(row, "transformers")
         cells["prefill"] = row["prefill_vs_transformers"]
     return cells
+
+
+def _ratio(row: dict[str, Any], name: str) -> str | None:
+    """A ratio of decode rates, with the other's batch where it is another one."""
+    ratio, batch = row.get(f"decode_vs_{name}"), row.get(f"batch_of_{name}")
+    if ratio is None:
+        return None
+    return f"{ratio:.2f}" if batch == row["batch"] else f"{ratio:.2f} (batch {batch})"
 
 
 COMMAND = Throughput()

@@ -12,7 +12,15 @@ from sparseengine.cache.plan import Geometry
 from sparseengine.cache.pool import PagePool
 from sparseengine.cache.rows import Draft, RowTable
 from sparseengine.cache.tables import Index, Ints
-from sparseengine.cache.tensors import StaticStep, StepTensors, Tokens, build_step, divide, upload
+from sparseengine.cache.tensors import (
+    StaticStep,
+    StepTensors,
+    Tokens,
+    build_step,
+    divide,
+    upload,
+    upload_into,
+)
 from sparseengine.core.method import SealedPages
 from sparseengine.core.specs import Per
 
@@ -69,7 +77,7 @@ class GroupCache:
             self._replace_mirror(host)
         elif len(ranges) <= _FEW_RANGES:
             for lo, hi in ranges:
-                self.mirror[lo:hi].copy_(host[lo:hi])
+                upload_into(self.mirror[lo:hi], self.rows.tables.arena[lo:hi])
         else:  # one upload instead of many small ones
             at = np.concatenate([np.arange(lo, hi) for lo, hi in ranges])
             self.mirror[self.upload(at)] = self.upload(self.rows.tables.arena[at])
@@ -100,7 +108,7 @@ class GroupCache:
         if self.page_aux and delta.num_new:
             fresh = self.upload(delta.new_pages).long()
             for aux in self.page_aux.values():
-                aux[fresh] = 0
+                aux[fresh] = aux.new_zeros(())
         self._draft, self._tokens, self._step = draft, tokens, None
 
     def current(self) -> StepTensors:
@@ -131,7 +139,7 @@ class GroupCache:
         if self.slot_aux:
             page, offset = divide(slots.reshape(-1), self.geo.page_size)
             for aux in self.slot_aux.values():
-                aux[page, :, offset] = 0
+                aux[page, :, offset] = aux.new_zeros(())  # a number would be copied from the host
 
     def sealed(self, pages: Ints) -> SealedPages:
         """The report of newly full pages."""

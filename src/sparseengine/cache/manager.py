@@ -19,7 +19,7 @@ from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
 from sparseengine.cache.tables import Ints
-from sparseengine.cache.tensors import StepTensors, Tokens
+from sparseengine.cache.tensors import StepTensors, Tokens, upload, upload_into
 from sparseengine.core.cache import PrefixHit, Usage
 from sparseengine.core.method import SealedPages
 from sparseengine.core.plan import Purpose, Request, StepPlan
@@ -245,7 +245,7 @@ class PagedCache:
         """Bring the reserved step, which must be of decodes only, to those addresses."""
         plan = self._current_plan()
         budgets = [c.request.budget or 0 for c in plan.chunks] + [0] * (bucket - len(plan.chunks))
-        self._static_budgets[:bucket].copy_(torch.tensor(budgets, dtype=torch.int32))
+        upload_into(self._static_budgets[:bucket], np.array(budgets, np.int32))
         for g in self.groups:
             g.load_static(bucket)
 
@@ -295,7 +295,7 @@ class PagedCache:
         """int32 [S]: the budget of each chunk's request, 0 for none."""
         if self._budgets is None:
             budgets = [c.request.budget or 0 for c in self._current_plan().chunks]
-            self._budgets = torch.tensor(budgets, dtype=torch.int32, device=self.device)
+            self._budgets = upload(np.array(budgets, np.int32), self.device)
         return self._budgets
 
     def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:

@@ -18,7 +18,23 @@ _EAGER_ENTRIES = 1 << 24
 
 
 def upload(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    """A copy on the device, without waiting for what the device is doing.
+
+    On the CPU it is the array's own memory when that is contiguous.
+    """
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_into(target: Tensor, array: NDArray[np.generic]) -> None:
+    """The same into a tensor that exists."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    if target.device.type == "cuda":
+        target.copy_(host.pin_memory(), non_blocking=True)
+    else:
+        target.copy_(host)
 
 
 class Tokens:
@@ -144,15 +160,13 @@ class StaticStep:
 
     def __init__(self, max_rows: int, rows: int, device: torch.device) -> None:
         self.lens = torch.ones(max_rows, rows, dtype=torch.int32, device=device)
-        self.base = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.width = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.places = torch.zeros(2, max_rows, dtype=torch.int64, device=device)
+        self.base, self.width = self.places
 
     def load(self, lens: Ints, base: Index, width: Index, bucket: int, trash: int) -> None:
         """lens [S, R], base and width [S] of a step, padded to `bucket` rows."""
         pad = bucket - lens.shape[0]
         whole = np.concatenate([lens, np.ones((pad, lens.shape[1]), np.int32)])
         places = np.stack([np.pad(base, (0, pad), constant_values=trash), np.pad(width, (0, pad))])
-        self.lens[:bucket].copy_(torch.from_numpy(whole))
-        both = upload(places, self.lens.device)
-        self.base[:bucket].copy_(both[0])
-        self.width[:bucket].copy_(both[1])
+        upload_into(self.lens[:bucket], whole)
+        upload_into(self.places[:, :bucket], places)

@@ -180,6 +180,7 @@ def try_engine(config: EngineConfig, name: str) -> dict[str, Any]:
             "model": name,
             "generated_tokens": len(output.token_ids),
             "route": ", ".join(dict.fromkeys(r.selected for r in llm.resolved.routes)),
+            "launch_shapes": str(llm.resolved.tuned),
             "memory": llm.memory.to_dict(),
             "memory_text": llm.memory.render(),
         }
@@ -211,7 +212,7 @@ def as_text(found: dict[str, Any]) -> str:
     else:
         parts.append(
             f"{engine['model']}: {engine['generated_tokens']} tokens generated on route "
-            f"{engine['route']}\n{engine['memory_text']}"
+            f"{engine['route']}, launch shapes {engine['launch_shapes']}\n{engine['memory_text']}"
         )
     return "\n\n".join(parts)
 

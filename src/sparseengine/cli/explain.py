@@ -74,6 +74,7 @@ def as_text(data: Mapping[str, Any], *, show_defaults: bool = False) -> str:
         *[_method(m) for m in data["methods"]],
         "cache plan\n" + table([_group(g) for g in data["cache_plan"]]),
         "routes\n" + "\n".join(_route(r) for r in data["routes"]),
+        f"launch shapes of kernels: {data['launch_shapes']}",
     ]
     if "record" in data:
         parts.append(_record(data["record"]))

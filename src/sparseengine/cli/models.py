@@ -26,7 +26,7 @@ class Models:
 LEGEND = (
     "logits: equal transformers' in fp32 within 1e-4 on tiny checkpoints (whole, chunked, batched\n"
     "and preempted); weights: greedy tokens of this published checkpoint equal transformers';\n"
-    "device: this shape ran on an H200 with random weights, dense and sparse"
+    "device: this shape ran on a CUDA device with random weights, dense and sparse"
 )
 
 

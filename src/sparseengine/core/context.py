@@ -64,8 +64,11 @@ class StepContext:
         self.controller.observe(at)
         self.at = at
 
-    def layer_end(self, hidden: Tensor) -> None:
-        """Called by the model after each attention layer with its output [T, hidden]."""
+    def layer_end(self, hidden: Tensor, extra: Tensor | None = None) -> None:
+        """Called by the model after each attention layer with its output [T, hidden].
+
+        extra: what is still to be added to it.
+        """
         if self.at is not None:
-            self.controller.layer_end(self.at, hidden)
+            self.controller.layer_end(self.at, hidden, extra)
             self.at = None

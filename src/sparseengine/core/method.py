@@ -187,6 +187,14 @@ class SparseMethod:
         """
         return None
 
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        """Host: whether no device hook has anything to do in this decode step.
+
+        Then a captured graph serves it even if the method's hooks could not be part of one, and
+        `replayed` follows. lens: the longest row of each chunk, this step's tokens included.
+        """
+        return not self.traits.decode_hooks
+
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """Host: a decode step ran as a captured graph, so that no device hook was called for it.
 
@@ -230,7 +238,10 @@ class SparseController(Protocol):
 
     def select(self, at: LayerStep) -> Selection | None: ...
     def observe(self, at: LayerStep) -> None: ...
-    def layer_end(self, at: LayerStep, hidden: Tensor) -> None: ...
+    def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
+        """The layer's output is hidden + extra; they are added if a method looks at it."""
+        ...
+
     def end_step(self, plan: StepPlan) -> None:
         """Truncate replays, evict, apply, seal: in this order."""
         ...

@@ -37,7 +37,9 @@ class StructuredOutputs:
     json: a JSON schema, as a mapping or its text (kept as text). json_object: any JSON object.
     regex: an expression that the whole text matches. choice: one of these texts. grammar: EBNF, in
     the notation of the backend (GBNF with a rule `root` for xgrammar, Lark for llguidance).
-    `backend`: "auto" takes xgrammar, and llguidance for what xgrammar cannot compile.
+    `backend`: "auto" takes xgrammar, and llguidance for what xgrammar cannot compile. `after`: the
+    structure begins behind the first appearance of this text (</think>, of a model that thinks
+    first); what comes before is free, but may not end the output.
     Raises `RequestError`; whether a schema or grammar compiles is found out when it is used.
     """
 
@@ -47,6 +49,7 @@ class StructuredOutputs:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     backend: str = "auto"
+    after: str | None = None
 
     def __post_init__(self) -> None:
         _require(
@@ -65,7 +68,7 @@ class StructuredOutputs:
                 f"True); given: {', '.join(given) or 'none'}"
             )
         object.__setattr__(self, "json", _schema_text(self.json))
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "after"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, str) and value.strip() != "")
             _require(ok, f"structured_outputs.{name}", value, "a non-empty text")

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from sparseengine.core.params import SamplingParams, SparseParams
 
+UNKNOWN = -1  # a token that a step under way is about to sample; the device alone knows it
+
 
 class Purpose(Enum):
     """Why a chunk runs. REPLAY chunks are observed and never retained."""
@@ -21,10 +23,11 @@ class Purpose(Enum):
 class Request:
     """One generation job. Owns its tokens and counters; mutated by the scheduler alone.
 
-    `tokens` is prompt + generated. `computed` counts positions already run; after a preemption it
-    restarts at 0 and the tokens are run again. `budget` is the resolved tokens per row (None: the
-    method takes none). `method` is the key under which the controller finds the method instance.
-    `parent` is the id of the request whose prompt rows an n > 1 sibling forks.
+    `tokens` is prompt + generated; the last one may be UNKNOWN. `computed` counts positions already
+    run; after a preemption it restarts at 0 and the tokens are run again. `budget` is the resolved
+    tokens per row (None: the method takes none). `method` is the key under which the controller
+    finds the method instance. `parent` is the id of the request whose prompt rows an n > 1 sibling
+    forks.
     """
 
     id: int

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
-from sparseengine.core.plan import Chunk, Purpose, Request
+from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request
 from sparseengine.errors import CapacityError
 
 
@@ -50,6 +50,12 @@ def charge(
     return Charge(most, steady)
 
 
+def fitting(cache: CacheManager, one: Charge) -> int:
+    """How many requests of this charge run at once: one in prefill, all others decoding."""
+    room = cache.total_pages() - one.most
+    return 0 if room < 0 else 1 + room // max(1, one.steady)
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """An admitted request: its charge, and where it stands.
@@ -77,6 +83,12 @@ class Ticket:
         if self.replays or request.in_prefill:
             return False
         return request.computed == len(request.tokens) - 1 or self.method.traits.decode_hooks
+
+    @property
+    def awaits_last(self) -> bool:
+        """The step under way samples its last token."""
+        request = self.request
+        return request.tokens[-1] == UNKNOWN and request.num_generated >= request.max_tokens
 
     def decode_chunk(self) -> Chunk:
         request = self.request

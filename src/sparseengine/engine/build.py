@@ -28,6 +28,7 @@ from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model
 from sparseengine.nn.linear import make_deterministic
+from sparseengine.ops import tuned
 from sparseengine.resolve import Resolved
 
 _SHOWN_OUTPUT_TOKENS = 256
@@ -47,6 +48,7 @@ def build_engine(resolved: Resolved) -> Built:
     Raises `ConfigError` when the checkpoint is damaged or the memory holds no page.
     """
     config, spec = resolved.config, resolved.spec
+    tuned.use(resolved.tuned)
     tokenizer = resolved.source.load_tokenizer()
     network = load_model(resolved.source, spec, resolved.device, resolved.dtype)
     if config.runtime.deterministic:
@@ -86,6 +88,7 @@ def build_engine(resolved: Resolved) -> Built:
         runner=runner,
         controller=controller,
         collector=collector,
+        overlap=config.runtime.async_scheduling and resolved.device.type == "cuda",
     )
     table = fit_table(
         resolved,

@@ -89,8 +89,10 @@ class Controller:
                     _blame(error, plan, part.chunks)
                     raise
 
-    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+    def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         for part in self._acting(at, "layer_end"):
+            if extra is not None:
+                hidden, extra = hidden + extra, None
             sub = self._narrow(at, part.chunks)
             rows = [hidden[slice(*at.span(i))] for i in part.chunks]
             try:

@@ -12,9 +12,10 @@ from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
 from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
-from sparseengine.engine.faults import describe, is_fatal
+from sparseengine.engine.faults import blamed, describe, is_fatal
 from sparseengine.engine.intake import Intake, Submission
 from sparseengine.engine.outputs import Finish, RequestOutput
+from sparseengine.engine.pending import Pending
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import RequestError
@@ -23,7 +24,10 @@ _COMPILE_WAIT_S = 0.005
 
 
 class Engine:
-    """Runs requests to their end, many at a time. Not thread-safe: one caller drives `step`."""
+    """Runs requests to their end, many at a time. Not thread-safe: one caller drives `step`.
+
+    overlap: the host plans and books while the device runs; tokens are the same.
+    """
 
     def __init__(
         self,
@@ -33,20 +37,29 @@ class Engine:
         runner: Runner,
         controller: Controller,
         collector: Collector,
+        overlap: bool = False,
     ) -> None:
         self.intake = intake
         self.scheduler = scheduler
         self.runner = runner
         self.controller = controller
         self.collector = collector
+        self.overlap = overlap
         self.num_steps = 0
+        self._pending: Pending | None = None
         self._live: dict[str, Submission] = {}
         self._compiling: list[Submission] = []  # queued once their grammars are compiled
 
     @torch.no_grad()
     def step(self) -> list[RequestOutput]:
-        """One forward pass; returns requests that ended in it, and streamed ones that grew."""
+        """One forward pass; returns requests that ended, and streamed ones that grew."""
+        if self._compiling and not self.scheduler.has_work and self._pending is None:
+            grammars = [s.grammar for s in self._compiling if s.grammar is not None]
+            futures.wait(grammars, _COMPILE_WAIT_S, futures.FIRST_COMPLETED)  # nothing else to do
         self._queue_compiled()
+        return self._step_ahead() if self.overlap else self._step()
+
+    def _step(self) -> list[RequestOutput]:
         plan = self.scheduler.schedule()
         if plan is not None:
             samples = self.runner.run(plan)
@@ -55,9 +68,37 @@ class Engine:
             self.num_steps += 1
         return self.report()
 
+    def _step_ahead(self) -> list[RequestOutput]:
+        """Launch a step, then book the one before it, which the device has meanwhile finished.
+
+        Tokens that the host has not seen go from step to step on the device. A request that turns
+        out to have ended was run once too often: what that sampled is dropped.
+        """
+        before = self._pending
+        plan = None
+        if before is None or self._may_run_ahead(before):
+            plan = self.scheduler.schedule(ahead=before is not None)
+        self._pending = None if plan is None else self.runner.launch(plan, before)
+        if plan is not None:
+            self.controller.end_step(plan)
+            self.num_steps += 1
+        if before is not None:
+            self.scheduler.book(before.plan, self.runner.collect(before))
+        if plan is not None and not self.scheduler.advance(plan):
+            self._pending = None
+        return self.report()
+
+    def _may_run_ahead(self, pending: Pending) -> bool:
+        """Whether the next step can be planned before the tokens of this one are known."""
+        return not any(
+            c.forks or c.request.sparse.record or self.runner.sampler.needs_last(c.request)
+            for c in pending.plan.chunks
+        )
+
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self.collector.has_news or bool(self._compiling)
+        is_running = self.scheduler.has_work or self._pending is not None
+        return is_running or self.collector.has_news or bool(self._compiling)
 
     def add_request(
         self,
@@ -116,17 +157,11 @@ class Engine:
         for request, extras in zip(submission.requests, submission.extras, strict=True):
             self.runner.sampler.add(request, extras)
         self._compiling.append(submission)
-        self._queue_compiled(wait=False)
+        self._queue_compiled()
 
-    def _queue_compiled(self, *, wait: bool = True) -> None:
-        """Queue requests whose grammar is compiled by now; end those whose cannot be.
-
-        wait: when there is nothing else to do, for a moment, instead of spinning.
-        """
+    def _queue_compiled(self) -> None:
+        """Queue requests whose grammar is compiled by now; end those whose cannot be."""
         waiting, self._compiling = self._compiling, []
-        if wait and waiting and not self.scheduler.has_work and not self.collector.has_news:
-            waits_for = [s.grammar for s in waiting if s.grammar is not None]
-            futures.wait(waits_for, _COMPILE_WAIT_S, futures.FIRST_COMPLETED)
         for submission in waiting:
             grammar = submission.grammar
             if grammar is not None and not grammar.done():
@@ -186,6 +221,11 @@ class Engine:
         for reason in ("stop", "length", "abort", "error"):
             found[f"request_success_{reason}"] = counters[f"finished_{reason}"]
         return found
+
+    def recover(self, error: Exception) -> None:
+        """After `step` raised: end the request that is to blame, let all others go on."""
+        self._pending = None
+        self.scheduler.recover(blamed(error), describe(error))
 
     def report(self) -> list[RequestOutput]:
         """Outputs that ended or, streamed, grew since the last call."""

@@ -71,5 +71,5 @@ def isolated_step(engine: Engine) -> list[RequestOutput]:
         if is_fatal(error):
             raise
         _log.exception("a step failed; blamed requests: %s", blamed(error) or "all that run")
-        engine.scheduler.recover(blamed(error), describe(error))
+        engine.recover(error)
         return engine.report()

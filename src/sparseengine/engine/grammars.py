@@ -112,10 +112,11 @@ class _XGrammar:
     def __init__(self, lib: Any, compiled: Any) -> None:
         self._lib = lib
         self._compiled = compiled
+        self._size_bytes = int(compiled.memory_size_bytes)
 
     @property
     def size_bytes(self) -> int:
-        return int(self._compiled.memory_size_bytes)
+        return self._size_bytes
 
     def matcher(self) -> Matcher:
         return _XMatcher(self._lib.GrammarMatcher(self._compiled))
@@ -269,6 +270,9 @@ def _not_enforced(schema: Mapping[str, Any]) -> set[str]:
         found |= {f"required {name!r} that is no property" for name in required} - {
             f"required {name!r} that is no property" for name in listed
         }
+    ref = schema.get("$ref")
+    if isinstance(ref, str) and not ref.startswith("#"):
+        found.add("$ref to another document")
     for key in _HIDING & schema.keys():
         beside = schema.keys() - _SILENT - {key}
         if key in ("enum", "const"):

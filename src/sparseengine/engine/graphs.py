@@ -14,16 +14,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseengine.cache.manager import PagedCache
+from sparseengine.cache.tables import Ints
+from sparseengine.cache.tensors import upload_into
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.engine.controller import Controller
+from sparseengine.engine.draw import NUM_KNOBS, draw
 from sparseengine.engine.model import Model
+from sparseengine.engine.pending import Pending, fill_unknown
+from sparseengine.engine.sampling import Draws
 
 _FIRST_LEN = 4096
 _LEN_GROWTH = 2  # row lengths are bucketed by powers of this
@@ -31,12 +37,13 @@ _LEN_GROWTH = 2  # row lengths are bucketed by powers of this
 
 class Key(NamedTuple):
     """rows, max_len: rounded up to buckets. method, budget: of a method that selects in this step;
-    "" and None when everything is read."""
+    "" and None when everything is read. draws: how tokens are sampled."""
 
     rows: int
     max_len: int
     method: str
     budget: int | None
+    draws: Draws = "greedy"
 
     @property
     def host_len(self) -> int:
@@ -45,7 +52,7 @@ class Key(NamedTuple):
 
 
 class Best(NamedTuple):
-    """Greedy tokens int64 [S] and their logits fp32 [S], on the device."""
+    """Sampled tokens int64 [S] and the largest logits fp32 [S], on the device."""
 
     tokens: Tensor
     logits: Tensor
@@ -94,6 +101,7 @@ class DecodeGraphs:
         self.rows, self.lens = row_buckets(max_rows), len_buckets(max_len)
         device = cache.device
         self._inputs = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
+        self._knobs = torch.zeros(NUM_KNOBS, max_rows, dtype=torch.float64, device=device)
         self._graphs: dict[Key, Captured] = {}
         self._pool: Any = None
         self._version = -1
@@ -102,7 +110,7 @@ class DecodeGraphs:
 
     # ── which steps ──────────────────────────────────────────────────────────────────────────────
 
-    def key(self, plan: StepPlan) -> Key | None:
+    def key(self, plan: StepPlan, draws: Draws = "greedy") -> Key | None:
         """The graph that runs this reserved step, or None: it has to run eagerly.
 
         Eager are steps with prompts, with a request that is recorded, of several methods of which
@@ -113,10 +121,10 @@ class DecodeGraphs:
         if len(plan.chunks) > self.rows[-1] or any(c.request.sparse.record for c in plan.chunks):
             return None
         names = {c.request.method for c in plan.chunks}
-        if not all(_may_replay(self.methods[n]) for n in names):
+        longest = self.cache.longest_rows()
+        if not all(self._may_replay(n, plan, longest) for n in names):
             return None
         acting = [n for n in names if _selects(self.methods[n])]
-        longest = self.cache.longest_rows()
         budget = None
         if acting:
             method = self.methods[acting[0]]
@@ -127,19 +135,40 @@ class DecodeGraphs:
         at = bisect_left(self.lens, int(longest.max(initial=1)))
         if at == len(self.lens):
             return None
-        return Key(rows, self.lens[at], acting[0] if budget is not None else "", budget)
+        return Key(rows, self.lens[at], acting[0] if budget is not None else "", budget, draws)
+
+    def _may_replay(self, name: str, plan: StepPlan, longest: Ints) -> bool:
+        """A method that acts while decoding does so inside a graph, or not in this step."""
+        method = self.methods[name]
+        if method.traits.graph_safe or not method.traits.decode_hooks:
+            return True
+        own = [i for i, c in enumerate(plan.chunks) if c.request.method == name]
+        part = StepPlan(tuple(plan.chunks[i] for i in own))
+        return method.idle(part, longest[own].tolist())
 
     # ── replay ───────────────────────────────────────────────────────────────────────────────────
 
-    def run(self, plan: StepPlan, key: Key) -> tuple[Tensor, Best]:
-        """Hidden states [S, hidden] and greedy tokens of a reserved step; captures on first use."""
+    def run(
+        self,
+        plan: StepPlan,
+        key: Key,
+        before: Pending | None = None,
+        knobs: NDArray[np.float64] | None = None,
+    ) -> tuple[Tensor, Best]:
+        """Hidden states [S, hidden] and tokens of a reserved step; captures on first use.
+
+        before: the step whose tokens this one takes. knobs: of `draw`, unless all are greedy.
+        """
         captured = self._captured(key)
         num = len(plan.chunks)
         inputs = np.zeros((3, key.rows), np.int64)
         inputs[0, :num] = [c.tokens[0] for c in plan.chunks]
         inputs[1, :num] = [c.start for c in plan.chunks]
         inputs[2] = inputs[1] + 1  # a decoded token lies behind its prompt
-        self._inputs[:, : key.rows].copy_(torch.from_numpy(inputs))
+        upload_into(self._inputs[:, : key.rows], inputs)
+        fill_unknown(self._inputs[0], inputs[0, :num], plan, before)
+        if knobs is not None:
+            upload_into(self._knobs[:, :num], knobs)
         self.cache.load_static(key.rows)
         captured.replay()
         self.controller.replayed(plan, self.cache.longest_rows().tolist())
@@ -194,13 +223,12 @@ class DecodeGraphs:
                 plan, self.cache, self.controller, self.backends, self.spec, lengths=lengths
             )
             hidden = self.model(ids, positions, ctx)
-        logits, tokens = self.model.logits(hidden).max(-1)
-        return hidden, Best(tokens, logits)
-
-
-def _may_replay(method: SparseMethod) -> bool:
-    """A method that acts while decoding must say that it does so inside a graph, too."""
-    return method.traits.graph_safe or not method.traits.decode_hooks
+        logits = self.model.logits(hidden)
+        best, tokens = logits.max(-1)
+        if key.draws != "greedy":
+            knobs = self._knobs[:, : key.rows]
+            tokens = draw(logits, knobs, truncate=key.draws == "truncated")
+        return hidden, Best(tokens, best)
 
 
 def _selects(method: SparseMethod) -> bool:

@@ -104,7 +104,7 @@ class Intake:
         self.max_logprobs = max_logprobs
         self.seed = seed
         self.grammars = GrammarCompiler(
-            tokenizer, model.vocab_size, self.eos_ids, timeout_s=grammar_timeout_s
+            tokenizer, model.vocab_size, self._enders(), timeout_s=grammar_timeout_s
         )
         self._next_id = 0
 
@@ -151,7 +151,7 @@ class Intake:
                     seed=seed,
                     stop_ids=stop_ids,
                     bad_words=words,
-                    constraint=None if grammar is None else self._constraint(grammar),
+                    constraint=None if grammar is None else self._constraint(grammar, sampling),
                 )
             )
         self._next_id += sampling.n
@@ -173,8 +173,20 @@ class Intake:
             result_of(grammar)
         return grammar
 
-    def _constraint(self, grammar: Future[Grammar]) -> Constraint:
-        return Constraint(grammar, self.model.vocab_size, self.eos_ids)
+    def _constraint(self, grammar: Future[Grammar], sampling: SamplingParams) -> Constraint:
+        spec, is_free = sampling.structured_outputs, None
+        if spec is not None and spec.after is not None:
+            backend, mark = self.tokenizer.backend_tokenizer, spec.after
+
+            def is_free(ids: Sequence[int]) -> bool:
+                tail = ids[-4 * len(mark.encode()) :]  # a mark has at most as many tokens as bytes
+                return mark not in backend.decode(list(tail), skip_special_tokens=False)
+
+        return Constraint(grammar, self.model.vocab_size, self._enders(), is_free)
+
+    def _enders(self) -> tuple[int, ...]:
+        """EOS ids that the model can sample; configs name others, too."""
+        return tuple(t for t in self.eos_ids if 0 <= t < self.model.vocab_size)
 
     def _seed(self, sampling: SamplingParams, parent: int, index: int) -> int:
         """A request's own seed, plus the completion's index; else one that follows the engine's."""

@@ -10,7 +10,7 @@ from sparseengine.cache.manager import UNBOUNDED_TOKENS, PagedCache
 from sparseengine.cache.memory import pools_of, request_bytes
 from sparseengine.cache.plan import geometry
 from sparseengine.core.method import SparseMethod
-from sparseengine.engine.admission import charge
+from sparseengine.engine.admission import charge, fitting
 from sparseengine.resolve import Resolved
 
 DEFAULT_CPU_BYTES = 4 << 30
@@ -158,14 +158,11 @@ def _fit(
     output_tokens: int,
     budget: int | None,
 ) -> Fit:
-    """One request in prefill at its peak, all others decoding."""
     demand = method.demand(prompt_tokens, output_tokens, budget)
-    most, steady = charge(cache, method, prompt_tokens, output_tokens, budget)
-    total = cache.total_pages()
     return Fit(
         method=label,
         budget_tokens=budget,
         peak_tokens=demand.peak_tokens,
         steady_tokens=demand.steady_tokens,
-        requests=0 if most > total else 1 + (total - most) // max(1, steady),
+        requests=fitting(cache, charge(cache, method, prompt_tokens, output_tokens, budget)),
     )

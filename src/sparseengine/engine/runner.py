@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparseengine.cache.tensors import upload
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.context import StepContext
@@ -18,7 +19,8 @@ from sparseengine.core.specs import ModelSpec
 from sparseengine.engine.graphs import Best, DecodeGraphs
 from sparseengine.engine.model import Model
 from sparseengine.engine.outputs import Logprobs, Sample
-from sparseengine.engine.sampling import Sampler, top_logprobs
+from sparseengine.engine.pending import Pending, fill_unknown
+from sparseengine.engine.sampling import Drawn, Sampler, top_logprobs
 
 _LOGIT_ROWS = 256  # rows of prompt log-probabilities computed at a time: bounds [rows, vocab]
 
@@ -49,7 +51,14 @@ class Runner:
 
     def run(self, plan: StepPlan) -> dict[int, Sample]:
         """Samples by request id: of every chunk that samples, and of the siblings that fork it."""
-        hidden, best = self._forward(plan)
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan, before: Pending | None = None) -> Pending:
+        """Start a step; the host does not wait for its tokens.
+
+        before: the step under way that samples the tokens which this plan does not know.
+        """
+        hidden, best = self._forward(plan, before)
         if best is None:
             self._note_prompt_logprobs(plan, hidden)
         rows: list[int] = []
@@ -61,29 +70,38 @@ class Runner:
                 members = (chunk.request, *chunk.forks)
                 requests.extend(members)
                 rows.extend([end - 1] * len(members))
-        if not rows:
+        drawn: Drawn | None = None
+        if rows and best is not None and self.sampler.draws(requests) is not None:
+            drawn = self.sampler.take(*best, rows)
+        elif rows:
+            at = upload(np.array(rows, np.int64), self.device)
+            drawn = self.sampler.draw(self.model.logits(hidden[at]), requests)
+        return Pending(plan=plan, requests=requests, drawn=drawn)
+
+    def collect(self, pending: Pending) -> dict[int, Sample]:
+        """Samples by request id, once the device has them."""
+        if pending.drawn is None:
             return {}
-        if best is not None and not self.sampler.needs_logits(requests):
-            samples = self.sampler.take(*best, rows)
-        else:
-            at = torch.tensor(rows, device=self.device)
-            samples = self.sampler.sample(self.model.logits(hidden[at]), requests)
-        found = {r.id: s for r, s in zip(requests, samples, strict=True)}
-        for request in requests:
+        samples = self.sampler.collect(pending.drawn, pending.requests)
+        found = {r.id: s for r, s in zip(pending.requests, samples, strict=True)}
+        for request in pending.requests:
             if request.id in self._prompt_logprobs:
                 noted = self._prompt_logprobs.pop(request.id)
                 found[request.id] = replace(found[request.id], prompt_logprobs=noted)
         return found
 
-    def _forward(self, plan: StepPlan) -> tuple[Tensor, Best | None]:
-        """Hidden states, and greedy tokens where a captured graph has found them already."""
-        key = None if self.graphs is None else self.graphs.key(plan)
+    def _forward(self, plan: StepPlan, before: Pending | None) -> tuple[Tensor, Best | None]:
+        """Hidden states, and tokens where a captured graph has sampled them already."""
+        requests = [c.request for c in plan.chunks]
+        draws = self.sampler.draws(requests) or "greedy"
+        key = None if self.graphs is None else self.graphs.key(plan, draws)
         if self.graphs is None or key is None:
-            return self.forward(plan), None
+            return self.forward(plan, before), None
         self.num_replays += 1
-        return self.graphs.run(plan, key)
+        knobs = None if draws == "greedy" else self.sampler.knobs(requests)
+        return self.graphs.run(plan, key, before, knobs)
 
-    def forward(self, plan: StepPlan) -> Tensor:
+    def forward(self, plan: StepPlan, before: Pending | None = None) -> Tensor:
         """One pass of the model over the plan's tokens: hidden states [T, hidden_size]."""
         for backend in self._distinct:
             backend.plan(plan, self.cache)
@@ -94,16 +112,17 @@ class Runner:
         prompts = np.fromiter((c.request.prompt_len for c in plan.chunks), np.int64)
         sizes = [len(c.tokens) for c in plan.chunks]
         lengths = np.maximum(positions + 1, np.repeat(prompts, sizes))
-        to = self.device
+        tokens = upload(ids, self.device)
+        fill_unknown(tokens, ids, plan, before)
         ctx = StepContext(
             plan,
             self.cache,
             self.controller,
             self.backends,
             self.spec,
-            lengths=torch.from_numpy(lengths).to(to),
+            lengths=upload(lengths, self.device),
         )
-        return self.model(torch.from_numpy(ids).to(to), torch.from_numpy(positions).to(to), ctx)
+        return self.model(tokens, upload(positions, self.device), ctx)
 
     def forget(self, request_id: int) -> None:
         self.sampler.forget(request_id)

@@ -11,21 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparseengine.cache.tensors import upload
 from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Request
+from sparseengine.engine.draw import NEG_INF, draw, knobs_of, truncates
 from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Logprob, Logprobs, Sample
 from sparseengine.engine.structured import Constraint
 
 _WORD = 1 << 64
-NEG_INF = float("-inf")
-_NUCLEUS = 512  # tokens ranked at first for top_p
 _NOT_FINITE = (
     "the model's logits are not finite (NaN or infinite). With dtype float16 the usual cause is an "
     "overflow beyond 65,504: run with bfloat16 or float32 (--dtype, dtype=). With other dtypes the "
@@ -44,6 +45,23 @@ class SamplingExtras:
     stop_ids: frozenset[int] = frozenset()
     bad_words: tuple[tuple[int, ...], ...] = ()
     constraint: Constraint | None = None
+
+
+Draws = Literal["greedy", "whole", "truncated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """Tokens int64 [N] on the device, and what the host gets of them.
+
+    flags: int64 [3, N] on the host once `ready`: tokens, whether a row was not finite, whether
+    nothing was allowed. logits: kept when log-probabilities are wanted.
+    """
+
+    tokens: Tensor
+    flags: Tensor
+    ready: torch.cuda.Event | None
+    logits: Tensor | None
 
 
 def uniform(seed: int, index: int) -> float:
@@ -67,12 +85,12 @@ class Sampler:
         self._prompt_ids.pop(request_id, None)
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-        """One sample per row of `logits` [N, V] fp32, which is left unchanged.
+        """One sample per row of `logits` [N, V] fp32, which is left unchanged."""
+        return self.collect(self.draw(logits, requests), requests)
 
-        A row that holds NaN or +inf, or in which nothing is allowed, yields an error.
-        """
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
+        """Tokens of rows of logits, without waiting for the device."""
         top = logits.amax(-1)
-        bad = ~torch.isfinite(top)
         work = logits
         touched = [i for i, r in enumerate(requests) if self._changes_logits(r)]
         if touched:
@@ -83,28 +101,71 @@ class Sampler:
                 except Exception as error:
                     blame(error, (requests[i].id,))
                     raise
-        tokens = work.argmax(-1)
-        drawn = [i for i, r in enumerate(requests) if not r.sampling.greedy]
-        if drawn:
-            tokens[drawn] = self._draw(work[drawn], [requests[i] for i in drawn])
+        params = [r.sampling for r in requests]
+        if all(p.greedy for p in params):
+            tokens = work.argmax(-1)
+        else:
+            knobs = upload(self.knobs(requests), logits.device)
+            tokens = draw(work, knobs, truncate=any(map(truncates, params)))
         best = work.amax(-1) if touched else top
-        flags = torch.stack((tokens, bad.long(), (best == NEG_INF).long()))
-        host, errors, empty = flags.tolist()  # the step's only wait for the device
-        logprobs = self._logprobs(logits, host, requests, errors)
-        return [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        wanted = any(p.logprobs is not None for p in params)
+        return _drawn(tokens, top, best, logits if wanted else None)
 
-    def needs_logits(self, requests: Sequence[Request]) -> bool:
-        """Whether greedy tokens alone would not do."""
-        return any(
-            not r.sampling.greedy or r.sampling.logprobs is not None or self._changes_logits(r)
+    def take(self, tokens: Tensor, logits: Tensor, rows: Sequence[int]) -> Drawn:
+        """The same from tokens int64 [S] that a captured step has found and the largest logits
+        fp32 [S]."""
+        if list(rows) != list(range(tokens.shape[0])):
+            at = upload(np.array(rows, np.int64), tokens.device)
+            tokens, logits = tokens[at], logits[at]
+        return _drawn(tokens.clone(), logits, logits, None)
+
+    def collect(self, drawn: Drawn, requests: Sequence[Request]) -> list[Sample]:
+        """Samples of what was drawn; waits for the device.
+
+        A row that held NaN or +inf, or in which nothing was allowed, yields an error.
+        """
+        if drawn.ready is not None:
+            drawn.ready.synchronize()
+        host, errors, empty = drawn.flags.tolist()
+        logprobs: list[Logprobs | None] = [None] * len(requests)
+        if drawn.logits is not None:
+            logprobs = self._logprobs(drawn.logits, host, requests, errors)
+        found = [_result(host[i], logprobs[i], errors[i], empty[i]) for i in range(len(requests))]
+        for i, request in enumerate(requests):
+            extras = self._extras.get(request.id)
+            if extras is not None and extras.constraint is not None and extras.constraint.error:
+                found[i] = Sample(error=extras.constraint.error)
+        return found
+
+    def knobs(self, requests: Sequence[Request]) -> NDArray[np.float64]:
+        """`knobs_of` for one token of each request."""
+        numbers = [
+            0.0
+            if r.sampling.greedy
+            else uniform(self._extras.get(r.id, SamplingExtras()).seed, r.num_generated)
             for r in requests
-        )
+        ]
+        return knobs_of([r.sampling for r in requests], numbers)
 
-    def take(self, tokens: Tensor, logits: Tensor, rows: Sequence[int]) -> list[Sample]:
-        """Samples of some rows from greedy tokens int64 [S] and their logits fp32 [S]."""
-        flags = torch.stack((tokens, (~torch.isfinite(logits)).long()))
-        host, errors = flags.tolist()  # the step's only wait for the device
-        return [_result(host[i], None, errors[i], 0) for i in rows]
+    def draws(self, requests: Sequence[Request]) -> Draws | None:
+        """What a captured step has to do to sample these; None when it cannot."""
+        if any(r.sampling.logprobs is not None or self._changes_logits(r) for r in requests):
+            return None
+        if any(truncates(r.sampling) for r in requests):
+            return "truncated"
+        return "greedy" if all(r.sampling.greedy for r in requests) else "whole"
+
+    def needs_last(self, request: Request) -> bool:
+        """Whether sampling a token, or reporting it, needs the one before it on the host."""
+        p = request.sampling
+        return bool(
+            p.logprobs is not None
+            or p.structured_outputs is not None
+            or p.repetition_penalty != 1.0
+            or p.presence_penalty
+            or p.frequency_penalty
+            or p.bad_words
+        )
 
     # ── logits processors ─────────────────────────────────────────────────────────────────────────
 
@@ -162,33 +223,6 @@ class Sampler:
             self._prompt_ids[request.id] = np.unique(prompt)
         return self._prompt_ids[request.id]
 
-    # ── drawing ───────────────────────────────────────────────────────────────────────────────────
-
-    def _draw(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """Tokens [N] drawn from rows [N, V]."""
-        params = [r.sampling for r in requests]
-        device = logits.device
-        heat = torch.tensor([p.temperature for p in params], device=device)
-        scaled = logits / heat[:, None]
-        scaled -= scaled.amax(-1, keepdim=True)  # tiny temperatures must not overflow
-        min_p = [i for i, p in enumerate(params) if p.min_p > 0]
-        for i in min_p:
-            scaled[i][scaled[i].exp() < params[i].min_p] = NEG_INF
-        for i, p in enumerate(params):
-            k = p.top_k if 0 < p.top_k < logits.shape[-1] else 0
-            if k or p.top_p < 1.0:
-                scaled[i] = _truncate(scaled[i], k, p.top_p)
-        numbers = [
-            uniform(self._extras.get(r.id, SamplingExtras()).seed, r.num_generated)
-            for r in requests
-        ]
-        cdf = scaled.double().exp().cumsum(-1)  # [N, V]
-        u = torch.tensor(numbers, dtype=torch.float64, device=device)
-        total = cdf[:, -1]
-        target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
-        token = torch.searchsorted(cdf, target[:, None], right=True).squeeze(-1)
-        return token.clamp_(max=logits.shape[-1] - 1)  # only a row of NaN gets there
-
     # ── log-probabilities ─────────────────────────────────────────────────────────────────────────
 
     @staticmethod
@@ -228,6 +262,17 @@ def top_logprobs(logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -
     return found
 
 
+def _drawn(tokens: Tensor, top: Tensor, best: Tensor, logits: Tensor | None) -> Drawn:
+    """Start copying tokens [N] and errors to the host. top, best: largest raw and allowed logit."""
+    flags = torch.stack((tokens, (~torch.isfinite(top)).long(), (best == NEG_INF).long()))
+    ready = None
+    if flags.is_cuda:
+        flags = flags.to("cpu", non_blocking=True)  # into pinned memory
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+    return Drawn(tokens=tokens, flags=flags, ready=ready, logits=logits)
+
+
 def _result(token: int, logprobs: Logprobs | None, is_bad: int, is_empty: int) -> Sample:
     if is_bad:
         return Sample(error=_NOT_FINITE)
@@ -264,19 +309,3 @@ def _largest(row: Tensor, k: int) -> Tensor:
     threshold = torch.topk(row, k).values[-1]
     near = (row >= threshold).nonzero().squeeze(-1)
     return near[torch.sort(row[near], descending=True, stable=True).indices[:k]]
-
-
-def _truncate(row: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Mask a row [V], whose maximum is 0, to its `top_k` largest, then to their nucleus `top_p`."""
-    order = _largest(row, top_k or min(_NUCLEUS, row.shape[0]))
-    if top_p < 1.0:
-        weight = row[order].double().exp()
-        total = weight.sum() if top_k else row.double().exp().sum()
-        if not top_k and weight.sum() < top_p * total:  # a flat distribution: rank all of it
-            order = _largest(row, row.shape[0])
-            weight = row[order].double().exp()
-        before = weight.cumsum(0) - weight
-        order = order[before < top_p * total]
-    kept = torch.full_like(row, NEG_INF)
-    kept[order] = row[order]
-    return kept

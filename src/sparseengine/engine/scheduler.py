@@ -19,7 +19,7 @@ from typing import Protocol
 from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
-from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import Admission, Ticket
 from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Finish, Sample
@@ -120,8 +120,12 @@ class Scheduler:
 
     # ── planning a step ───────────────────────────────────────────────────────────────────────────
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, its pages reserved; None when there is nothing to run."""
+    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
+        """The next step, its pages reserved; None when there is nothing to run.
+
+        ahead: a step under way has tokens that are not booked yet. Then nothing is preempted: None
+        also means that pages are short.
+        """
         preempted: list[int] = []
         while True:
             if not preempted or not self.running:
@@ -133,6 +137,8 @@ class Scheduler:
             try:
                 self.cache.reserve(plan)
             except CapacityError as error:
+                if ahead:
+                    return None
                 self._make_room(error, preempted)
                 continue
             self._note(chunks)
@@ -167,8 +173,9 @@ class Scheduler:
 
     def _pick(self) -> list[Chunk]:
         """Chunks of one step, DECODE ones first."""
-        decodes = [t for t in self.running.values() if t.decodes]
-        prefills = [t for t in self.running.values() if not t.decodes]
+        tickets = [t for t in self.running.values() if not t.awaits_last]
+        decodes = [t for t in tickets if t.decodes]
+        prefills = [t for t in tickets if not t.decodes]
         budget = self.config.max_num_batched_tokens
         if not prefills:
             return [t.decode_chunk() for t in decodes]
@@ -247,23 +254,49 @@ class Scheduler:
     # ── after a step ──────────────────────────────────────────────────────────────────────────────
 
     def commit(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
-        """Book what ran: progress, forks, new tokens, ends. `samples` is keyed by request id."""
-        for chunk in plan.chunks:
+        """`advance`, then `book`: for a step whose samples are known when it is over."""
+        self.advance(plan)
+        self.book(plan, samples)
+
+    def advance(self, plan: StepPlan) -> bool:
+        """Note that a step is under way; what it samples is UNKNOWN until it is booked.
+
+        Requests that ended since it was planned are passed over, here and in `book`. False when all
+        have: there is nothing to book.
+        """
+        live = [c for c in plan.chunks if c.request.id in self.running]
+        for chunk in live:
             try:
-                self._book(chunk, samples)
+                self.running[chunk.request.id].advance(chunk)
+            except Exception as error:
+                blame(error, (chunk.request.id,))
+                raise
+            if chunk.samples:
+                chunk.request.tokens.append(UNKNOWN)
+        if not live:
+            del self._in_flight[-1:]
+        return bool(live)
+
+    def book(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
+        """Forks, new tokens, ends of a step. `samples` is keyed by request id."""
+        for chunk in plan.chunks:
+            ticket = self.running.get(chunk.request.id)
+            if ticket is None:
+                continue
+            try:
+                self._book(ticket, chunk, samples)
             except Exception as error:
                 blame(error, (chunk.request.id,))
                 raise
         del self._in_flight[:1]
 
-    def _book(self, chunk: Chunk, samples: Mapping[int, Sample]) -> None:
-        ticket = self.running[chunk.request.id]
-        ticket.advance(chunk)
+    def _book(self, ticket: Ticket, chunk: Chunk, samples: Mapping[int, Sample]) -> None:
         for sibling in chunk.forks:
             self._fork(ticket, sibling, samples[sibling.id])
         if chunk.ends_prompt:
             self._orphan(chunk.request.id)
         if chunk.samples:
+            assert chunk.request.tokens.pop() == UNKNOWN, "booked out of order"
             finish = self._append(chunk.request, samples[chunk.request.id])
             if finish is not None:
                 self._finish(chunk.request, finish)
@@ -308,6 +341,9 @@ class Scheduler:
         running = [t.request for t in self.running.values()]
         ids = set(suspects) or set().union(*self._in_flight) or {r.id for r in running}
         self._in_flight.clear()
+        for request in running:  # what a step under way samples is never booked
+            while request.tokens[-1] == UNKNOWN:
+                request.tokens.pop()
         if not ids and self.waiting:
             ids = {self.waiting[0].id}
         for ticket in list(self.running.values()):

@@ -8,10 +8,11 @@ one vocabulary.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from sparseengine.errors import RequestError
 
 TIMEOUT_S = 10.0
 _MAX_WORKERS = 2
+_MAX_MASK_S = 2.0
 _MAX_STUCK = 4  # threads that are left to compile grammars nobody waits for any more
 _MAX_GRAMMARS = 256
 _MAX_BYTES = 512 << 20
@@ -76,6 +78,7 @@ class GrammarCompiler:
                 "(eos_token_id in config.json or generation_config.json)"
             )
         available(spec.backend)
+        spec = replace(spec, after=None)  # the grammar is the same wherever it begins
         with self._lock:
             future = self._cache.get(spec)
             if future is not None:
@@ -125,18 +128,34 @@ class GrammarCompiler:
         """Try the backends in turn."""
         problems = []
         for name in available(job.spec.backend):
-            backend = self._backend(name)
+            try:
+                backend = self._backend(name)
+            except (ValueError, RuntimeError, TypeError) as error:
+                problems.append(f"{name} cannot read the tokenizer: {error}")
+                continue
             timer = threading.Timer(self.timeout_s, self._give_up, (job,))
             timer.daemon = True
             timer.start()
             try:
-                return backend.compile(job.spec)
+                grammar = backend.compile(job.spec)
+                self._try(grammar)
+                return grammar
             except ValueError as error:
                 problems.append(f"{name}: {error}")
             finally:
                 timer.cancel()
         text = "; ".join(problems)
         return RequestError(f"structured_outputs.{job.spec.kind} cannot be used: {text}")
+
+    def _try(self, grammar: Grammar) -> None:
+        """The first mask, here rather than in the loop. Raises ValueError when it cannot begin."""
+        bits = torch.zeros(-(-self._vocab_size // 32), dtype=torch.int32)
+        try:
+            grammar.matcher().fill(bits)
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+        if not bits.any():
+            raise ValueError("no text fits it")
 
     def _backend(self, name: str) -> Backend:
         with self._making:
@@ -229,14 +248,22 @@ class Constraint:
 
     It follows `Request.tokens`, so a request that is preempted and run again goes on where it was.
     Once the grammar is complete, and once a stop token was taken, only stop tokens may follow.
+    is_free: says of the tokens generated so far whether the grammar has yet to begin behind them.
     """
 
-    def __init__(self, grammar: Future[Grammar], vocab_size: int, stop_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        grammar: Future[Grammar],
+        vocab_size: int,
+        stop_ids: Sequence[int],
+        is_free: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
         self.grammar = grammar
+        self._is_free = is_free
         self._matcher: Matcher | None = None
         self._num_seen = 0
         self._has_stopped = False
-        self._has_failed = False
+        self.error: str | None = None  # why nothing may follow any more
         self._bits = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
         self._stop_bits = torch.zeros_like(self._bits)
         for token in stop_ids:
@@ -245,10 +272,10 @@ class Constraint:
     def mask(self, row: Tensor, request: Request) -> bool:
         """Forbid in `row` [V], in place, what may not come next. True when nothing but a stop may.
 
-        A text that has left its grammar, which only a token from elsewhere can do, may not go on.
+        Forbids all of them once there is an `error`, which ends the request.
         """
         self._follow(request)
-        if self._has_failed:
+        if self.error is not None:
             row.fill_(float("-inf"))
             return False
         bits = self._bits.to(row.device, non_blocking=True)
@@ -262,19 +289,36 @@ class Constraint:
         if self._matcher is None:
             self._matcher = result_of(self.grammar).matcher()
         for token in request.tokens[request.prompt_len + self._num_seen :]:
+            self._num_seen += 1
+            if self._is_free is not None:
+                seen = request.tokens[request.prompt_len : request.prompt_len + self._num_seen]
+                self._is_free = self._is_free if self._is_free(seen) else None
+                continue
             is_stop = token >= 0 and bool(self._stop_bits[token // 32] & _BITS[token % 32])
             if is_stop or self._has_stopped:
                 self._has_stopped = True
-            elif not self._has_failed:
-                self._has_failed = not self._matcher.accept(token)
-            self._num_seen += 1
-        if self._has_stopped:
+            elif self.error is None and not self._matcher.accept(token):
+                self.error = f"structured_outputs: token {token} does not fit the grammar"
+        if self._is_free is not None:
+            torch.bitwise_not(self._stop_bits, out=self._bits)
+        elif self._has_stopped:
             self._bits.copy_(self._stop_bits)
-        elif not self._has_failed:
-            try:
-                self._matcher.fill(self._bits)
-            except RuntimeError:  # a limit of the library
-                self._has_failed = True
+        elif self.error is None:
+            self._fill(self._matcher)
+
+    def _fill(self, matcher: Matcher) -> None:
+        begin = time.monotonic()
+        try:
+            matcher.fill(self._bits)
+        except RuntimeError as error:  # a limit of the library
+            self.error = f"structured_outputs: the grammar is too complex: {error}"
+        else:
+            took = time.monotonic() - begin
+            if took > _MAX_MASK_S:
+                self.error = (
+                    "structured_outputs: the grammar is too complex: finding what may come next "
+                    f"took {took:.1f} s, while other requests waited (limit {_MAX_MASK_S:g} s)"
+                )
 
 
 _BITS = [1 << i for i in range(31)] + [-(1 << 31)]

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Demand, Purpose, Request
+from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
 from sparseengine.core.view import Keep
 from sparseengine.methods.families import EvictionMethod, _Pending
 from sparseengine.methods.knobs import MethodConfig, knob
@@ -44,6 +44,16 @@ class BurstEviction(EvictionMethod):
         graph_safe=False,
     )
 
+    def can_cut(self, request: Request) -> bool:
+        """Whether a row can outgrow the budget; else nothing of the request need be remembered."""
+        if request.budget is None:
+            return False
+        decoded = request.max_tokens if self.config.interval else 0
+        return request.prompt_len + decoded > request.budget
+
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        return not self.config.interval or not any(self.can_cut(c.request) for c in plan.chunks)
+
     def observe(self, at: LayerStep) -> None:
         super().observe(at)  # chunks of prompts
         interval = self.config.interval
@@ -53,7 +63,7 @@ class BurstEviction(EvictionMethod):
             if chunk.purpose is not Purpose.DECODE:
                 return
             budget, lens = chunk.request.budget, at.lens(i)
-            if budget is None:
+            if budget is None or not self.can_cut(chunk.request):
                 continue
             self.watch(at, i)
             if max(lens) >= budget + interval:
@@ -63,8 +73,8 @@ class BurstEviction(EvictionMethod):
     def shrink(
         self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
     ) -> Sequence[Keep]:
-        """A further eviction by the same scores; not if decoded tokens were not watched."""
-        if not self.config.interval:
+        """A further eviction by the same scores; not if tokens were not watched."""
+        if not self.config.interval or not self.can_cut(request):
             return ()
         batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
         for at in rows:

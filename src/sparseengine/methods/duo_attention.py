@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Demand, StepPlan
+from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
 from sparseengine.core.specs import LayerKind, ModelSpec, Ragged
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
@@ -88,7 +88,8 @@ class DuoAttention(Method):
         self.streaming = streaming_heads(gates, config.retrieval)
         self._row = StreamingLLM(config, model)  # what happens to one row of a streaming head
         super().__init__(config, model)
-        self._pending: dict[int, dict[int, tuple[tuple[int, ...], int]]] = {}
+        self._length: dict[int, int] = {}  # of a request's streaming rows, which are all alike
+        self._pending: dict[int, tuple[int, int]] = {}
 
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(len(self.model.layers))) - self.streaming.keys()
@@ -97,30 +98,42 @@ class DuoAttention(Method):
         return self._row.prefill_block()
 
     def observe(self, at: LayerStep) -> None:
-        """Note the row lengths of layers whose streaming heads outgrew the budget."""
-        if not self.acts_on(at.layer):
+        """Note the length of streaming rows once per step."""
+        if not self.layers or at.layer != self.layers[0]:
             return
-        head = min(self.streaming[at.layer])  # streaming rows of a layer are alike
+        head = min(self.streaming[at.layer])
         for i, chunk in enumerate(at.plan.chunks):
-            budget = chunk.request.budget
-            if budget is None or not self._row.is_due(chunk):
-                continue
-            lens = at.lens(i)
-            if lens[head] > budget:
-                layers = self._pending.setdefault(chunk.request.id, {})
-                layers[at.layer] = (lens, at.page_size)
+            if chunk.purpose is not Purpose.REPLAY:
+                self._note(chunk, at.lens(i)[head])
+
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        return all(c.request.id in self._length for c in plan.chunks)
+
+    def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
+        for chunk in plan.chunks:
+            self._note(chunk, self._length[chunk.request.id] + 1)
+
+    def _note(self, chunk: Chunk, length: int) -> None:
+        request = chunk.request
+        self._length[request.id] = length
+        if request.budget is not None and self._row.is_due(chunk) and length > request.budget:
+            self._pending[request.id] = (length, chunk.stop)
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         keeps: list[Keep] = []
         for chunk in plan.chunks:
             request = chunk.request
-            for layer, (lens, page) in self._pending.pop(request.id, {}).items():
-                assert request.budget is not None
-                streams = self.streaming[layer]
-                cut = self._row.mask(lens[min(streams)], request.budget, page)
-                whole = torch.ones(max(lens), dtype=torch.bool)
-                masks = (cut if h in streams else whole[:n] for h, n in enumerate(lens))
-                keeps.append(Keep(request.id, layer, tuple(masks)))
+            if request.id not in self._pending:
+                continue
+            length, everything = self._pending.pop(request.id)
+            assert request.budget is not None
+            cut = self._row.mask(length, request.budget, self.page_size)
+            whole = torch.ones(everything, dtype=torch.bool)
+            self._length[request.id] = int(cut.sum())
+            for layer, streams in self.streaming.items():
+                heads = range(self.model.layers[layer].kv_heads)
+                masks = tuple(cut if h in streams else whole for h in heads)
+                keeps.append(Keep(request.id, layer, masks))
         return keeps
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
@@ -144,6 +157,7 @@ class DuoAttention(Method):
         return -(-pages * page // max(every, 1))
 
     def forget(self, request_id: int) -> None:
+        self._length.pop(request_id, None)
         self._pending.pop(request_id, None)
 
 

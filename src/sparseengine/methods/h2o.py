@@ -90,7 +90,7 @@ class H2O(BurstEviction):
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Add the mass of a chunk's queries to the row's sums; new slots start at zero."""
         now = at.plan.chunks[chunk]
-        if now.request.budget is None:
+        if not self.can_cut(now.request):
             return
         left = self.config.decay if now.purpose is Purpose.DECODE else 1.0
         mass = at.gather(_MASS, chunk) * left  # [Hkv, L]

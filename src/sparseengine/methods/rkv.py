@@ -84,7 +84,7 @@ class RKV(BurstEviction):
 
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Shift this chunk's queries into the ring, newest last."""
-        if at.plan.chunks[chunk].request.budget is None:
+        if not self.can_cut(at.plan.chunks[chunk].request):
             return
         lo, hi = at.span(chunk)
         ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -19,11 +17,8 @@ class TokenSelection(SelectionMethod):
     """Reads the tokens with the highest score in each decode step; retains everything.
 
     The budget counts tokens read per row, the newest one and sinks included. A row that is not
-    longer than the budget is read whole. Prefill is dense. Steps run eagerly: that a captured graph
-    holds single-token choices has been shown on the CPU only.
+    longer than the budget is read whole. Prefill is dense.
     """
-
-    traits = replace(SelectionMethod.traits, graph_safe=False)
 
     def _best(
         self, at: LayerStep, scores: Tensor, recent: Tensor, sinks: Tensor, width: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Demand, Purpose
+from sparseengine.core.plan import Demand, Purpose, StepPlan
 from sparseengine.core.specs import Ragged
 from sparseengine.methods.families import EvictionConfig, EvictionMethod
 from sparseengine.methods.knobs import knob
@@ -79,6 +79,14 @@ class TOVA(EvictionMethod):
             budget = chunk.request.budget
             if budget is not None and max(at.lens(i)) >= budget + self.config.burst:
                 self.note(at, i, budget)
+
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        if not self.config.burst:
+            return True
+        budgets = (c.request.budget for c in plan.chunks)
+        return all(
+            b is None or n < b + self.config.burst for b, n in zip(budgets, lens, strict=True)
+        )
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         """Peak: the whole prompt. Steady: a row that is about to be cut."""

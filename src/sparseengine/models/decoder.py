@@ -23,8 +23,17 @@ from sparseengine.nn.rope import RopeSpec, RotaryEmbedding, Rotation, rope_spec
 Config = Mapping[str, Any]
 
 
+def enter(norm: RMSNorm, hidden: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(hidden + extra, its norm), in one pass; extra None is nothing."""
+    return (hidden, norm(hidden)) if extra is None else norm.add(extra, hidden)
+
+
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward, each added to the residual stream.
+
+    A layer takes the stream as two tensors whose sum it is, and leaves it so: the sum and the norm
+    that follows are one pass over memory.
+    """
 
     def __init__(
         self,
@@ -41,12 +50,14 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hidden, eps, dtype=dtype, device=device)
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]."""
-        attended = self.self_attn(self.input_layernorm(hidden), rotation, ctx)
+    def forward(
+        self, hidden: Tensor, extra: Tensor | None, rotation: Rotation, ctx: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, extra [T, hidden] -> the same; extra None is nothing."""
+        hidden, normed = enter(self.input_layernorm, hidden, extra)
+        attended = self.self_attn(normed, rotation, ctx)
         hidden, normed = self.post_attention_layernorm.add(attended, hidden)
-        out: Tensor = hidden + self.mlp(normed)
-        return out
+        return hidden, self.mlp(normed)
 
 
 class Decoder(nn.Module):
@@ -56,7 +67,7 @@ class Decoder(nn.Module):
         self,
         spec: ModelSpec,
         layers: list[nn.Module],
-        norm: nn.Module,
+        norm: RMSNorm,
         ropes: tuple[RopeSpec, ...],
         device: torch.device | str,
     ) -> None:
@@ -72,13 +83,12 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
         """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
-        hidden = self.embed(ids)
+        hidden, extra = self.embed(ids), None
         rotations = [rope(positions, hidden.dtype, ctx.lengths) for rope in self.ropes]
         for layer, rope in zip(self.layers, self.rope_of, strict=True):
-            hidden = layer(hidden, rotations[rope], ctx)
-            ctx.layer_end(hidden)
-        out: Tensor = self.norm(hidden)
-        return out
+            hidden, extra = layer(hidden, extra, rotations[rope], ctx)
+            ctx.layer_end(hidden, extra)
+        return enter(self.norm, hidden, extra)[1]
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids int64 [T] -> [T, hidden]."""
@@ -120,10 +130,10 @@ class CausalLM(nn.Module):
     def make_layer(
         self, layer: int, config: Config, spec: ModelSpec, device: torch.device | str
     ) -> nn.Module:
-        """One decoder layer: hidden [T, hidden], rotation, ctx -> [T, hidden]."""
+        """One decoder layer, called as `DecoderLayer` is."""
         raise NotImplementedError
 
-    def make_norm(self, config: Config, spec: ModelSpec, device: torch.device | str) -> nn.Module:
+    def make_norm(self, config: Config, spec: ModelSpec, device: torch.device | str) -> RMSNorm:
         """The norm before the output head."""
         eps = fields.real(config, "rms_norm_eps")
         return RMSNorm(spec.hidden_size, eps, dtype=spec.dtype, device=device)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from sparseengine.core.context import StepContext
 from sparseengine.core.specs import ModelSpec
 from sparseengine.models import fields
-from sparseengine.models.decoder import CausalLM, Config, Decoder
+from sparseengine.models.decoder import CausalLM, Config, Decoder, enter
 from sparseengine.models.dense import dense_spec
 from sparseengine.nn.attention import Attention
 from sparseengine.nn.mlp import GeGLU
-from sparseengine.nn.norm import ShiftedRMSNorm
+from sparseengine.nn.norm import RMSNorm, ShiftedRMSNorm
 from sparseengine.nn.rope import Rotation
 from sparseengine.ops.reference.scores import soft_capped
 
@@ -55,17 +55,18 @@ class GemmaLayer(nn.Module):
             self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
 
-    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]."""
-        mixed = self.self_attn(self.input_layernorm(hidden), rotation, ctx)
+    def forward(
+        self, hidden: Tensor, extra: Tensor | None, rotation: Rotation, ctx: StepContext
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, extra [T, hidden] -> the same; extra None is nothing."""
+        hidden, normed = enter(self.input_layernorm, hidden, extra)
+        mixed = self.self_attn(normed, rotation, ctx)
         if not self.sandwich:
-            hidden = hidden + mixed
-            out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-            return out
-        hidden = hidden + self.post_attention_layernorm(mixed)
-        mixed = self.mlp(self.pre_feedforward_layernorm(hidden))
-        out = hidden + self.post_feedforward_layernorm(mixed)
-        return out
+            hidden, normed = self.post_attention_layernorm.add(mixed, hidden)
+            return hidden, self.mlp(normed)
+        mixed = self.post_attention_layernorm(mixed)
+        hidden, normed = self.pre_feedforward_layernorm.add(mixed, hidden)
+        return hidden, self.post_feedforward_layernorm(self.mlp(normed))
 
 
 class GemmaForCausalLM(CausalLM):
@@ -141,7 +142,7 @@ class GemmaForCausalLM(CausalLM):
         mlp = GeGLU(spec.hidden_size, inner, dtype=spec.dtype, device=device)
         return GemmaLayer(eps, spec, attention, mlp, sandwich=self.sandwich, device=device)
 
-    def make_norm(self, config: Config, spec: ModelSpec, device: torch.device | str) -> nn.Module:
+    def make_norm(self, config: Config, spec: ModelSpec, device: torch.device | str) -> RMSNorm:
         eps = fields.real(config, "rms_norm_eps")
         return ShiftedRMSNorm(spec.hidden_size, eps, dtype=spec.dtype, device=device)
 

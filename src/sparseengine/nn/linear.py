@@ -37,6 +37,11 @@ def _packed_ops(dtype: torch.dtype) -> tuple[Any, Any] | None:
     return ops._reorder_linear_weight.default, ops._linear_pointwise.default
 
 
+def packs(dtype: torch.dtype) -> bool:
+    """Whether linear layers of this dtype are packed on this CPU."""
+    return _packed_ops(dtype) is not None
+
+
 class Linear(nn.Module):
     """y = x W^T + b. `weight` [out, in] and `bias` [out] are uninitialised until loaded.
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from sparseengine import ops
-from sparseengine.ops import cpu
 
 
 class RMSNorm(nn.Module):
@@ -32,9 +30,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        if x.device.type == "cpu":
-            return cpu.rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + x, its norm), both [T, size]."""
@@ -66,7 +62,5 @@ class ShiftedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., size] -> [..., size]."""
-        gain = self.scale()
-        if x.device.type == "cpu":
-            return cpu.rms_norm(x.float(), gain, self.eps).to(x.dtype)
-        return F.rms_norm(x.float(), (x.shape[-1],), gain, self.eps).to(x.dtype)
+        wide = x.float() if x.device.type == "cpu" else x  # kernels of devices work in float32
+        return ops.rms_norm(wide, self.scale(), self.eps).to(x.dtype)

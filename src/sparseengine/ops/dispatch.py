@@ -32,6 +32,7 @@ __all__ = [
     "norm_rotate",
     "page_bounds",
     "page_scores",
+    "rms_norm",
     "store",
     "take_pages",
     "top_pages",
@@ -135,6 +136,12 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: floa
 def _between(x: Tensor) -> ModuleType:
     """Who runs what stands between matrix products."""
     return cpu if x.device.type == "cpu" else _impl(x)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis of x [..., D], in float32, rounded to x's dtype."""
+    out: Tensor = _between(x).rms_norm(x, weight, eps)
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

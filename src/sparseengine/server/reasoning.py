@@ -48,8 +48,18 @@ def splitter_for(name: str, *, prompt: str | None = None) -> ReasoningSplitter:
     key = _ALIASES.get(key, key)
     if key not in _SPLITTERS:
         raise ConfigError(f"unknown reasoning parser {name!r}; {nearest(key, splitter_names())}")
-    inside = _SPLITTERS[key] if prompt is None else prompt.rstrip().endswith(_OPEN)
+    inside = _SPLITTERS[key] if prompt is None else _is_open(prompt)
     return ReasoningSplitter(inside=inside)
+
+
+def structure_begins_after(prompt: str) -> str | None:
+    """What a structured answer must wait for (`StructuredOutputs.after`): the end of the reasoning
+    that the prompt has begun, None when it has begun none."""
+    return _CLOSE if _is_open(prompt) else None
+
+
+def _is_open(prompt: str) -> bool:
+    return prompt.rstrip().endswith(_OPEN)
 
 
 class ReasoningSplitter:

@@ -1,7 +1,7 @@
 """Plain-torch twin of every op: runs on any device and is the oracle of the kernels."""
 
 from sparseengine.ops.reference.dense import dense_attention
-from sparseengine.ops.reference.fused import add_rms_norm, gated, norm_rotate
+from sparseengine.ops.reference.fused import add_rms_norm, gated, norm_rotate, rms_norm
 from sparseengine.ops.reference.merge import merge_lse
 from sparseengine.ops.reference.moe import moe_experts, moe_route
 from sparseengine.ops.reference.scores import page_bounds, page_scores, window_scores
@@ -21,6 +21,7 @@ __all__ = [
     "norm_rotate",
     "page_bounds",
     "page_scores",
+    "rms_norm",
     "store",
     "take_pages",
     "top_pages",

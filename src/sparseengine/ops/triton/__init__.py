@@ -1,6 +1,6 @@
 """Triton kernels of the ops, under the names of their twins in `ops/reference/`."""
 
-from sparseengine.ops.triton.fused import add_rms_norm, gated, norm_rotate
+from sparseengine.ops.triton.fused import add_rms_norm, gated, norm_rotate, rms_norm
 from sparseengine.ops.triton.moe import moe_experts
 from sparseengine.ops.triton.moe_route import moe_route
 from sparseengine.ops.triton.scores import page_bounds, page_scores, window_scores
@@ -17,6 +17,7 @@ __all__ = [
     "norm_rotate",
     "page_bounds",
     "page_scores",
+    "rms_norm",
     "store",
     "take_pages",
     "top_pages",

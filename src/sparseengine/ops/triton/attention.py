@@ -22,6 +22,7 @@ from sparseengine.ops.triton.launch import (
     multiprocessors,
     shared_memory_bytes,
 )
+from sparseengine.ops.tuned import launch_shape
 
 _LOG2E = 1.4426950408889634
 _MIN_SPLIT_TOKENS = 256  # shorter splits cost more in the merge than they win
@@ -254,6 +255,11 @@ def _fitted(tuning: Tuning, keys: Keys, channels: int) -> Tuning:
     return tuning.fitted(channels * keys.k.element_size(), shared_memory_bytes(keys.k.device))
 
 
+def _kind(keys: Keys, channels: int) -> str:
+    """By what launch shapes are told apart in a tuning file: a K and V row."""
+    return f"{channels} channels of {keys.k.element_size()} bytes"
+
+
 def _launch_decode(
     q: Tensor, keys: Keys, part: Tensor, lse: Tensor, logits: tuple[float, float],
     window: int | None, splits: tuple[int, int], first: int,
@@ -262,7 +268,8 @@ def _launch_decode(
     kv_heads, value_dim = _kv_heads(keys), part.shape[3]
     group = q_heads // kv_heads
     block_d, block_v = _block(dim), _block(value_dim)
-    tuning = _fitted(DECODE, keys, block_d + block_v)
+    tuning = launch_shape("decode", _kind(keys, block_d + block_v), DECODE)
+    tuning = _fitted(tuning, keys, block_d + block_v)
     _decode_kernel[(spans * kv_heads, splits[0])](
         q, keys.k, keys.v, *keys.place(), keys.lens, keys.total, keys.base, part, lse,
         *capped(*logits), window or 0, *splits, first, part.shape[2],
@@ -407,8 +414,11 @@ def paged_prefill(
     if spans <= 0 or max_q == 0:
         return
     wide = max(dim, value_dim) > 128 or q.dtype == torch.float32
-    tuning = PREFILL_WIDE if wide else PREFILL_SHORT if max_q * group <= 64 else PREFILL
+    short = max_q * group <= 64
+    tuning = PREFILL_WIDE if wide else PREFILL_SHORT if short else PREFILL
     block_d, block_v = _block(dim), _block(value_dim)
+    kind = _kind(keys, block_d + block_v) + (", few queries" if short else "")
+    tuning = launch_shape("prefill", kind, tuning)
     tuning = _fitted(tuning, keys, block_d + block_v)
     _prefill_kernel[(triton.cdiv(max_q * group, tuning.pairs), kv_heads, spans)](
         q, keys.k, keys.v, keys.table, keys.lens, keys.total, keys.base, cu_q, out, lse,

@@ -27,6 +27,7 @@ from sparseengine.ops.triton.launch import (
     multiprocessors,
     shared_memory_bytes,
 )
+from sparseengine.ops.tuned import launch_shape
 
 _MAX_PAIRS = 64
 _PER_PROCESSOR = 2  # programs of a multiprocessor at a time
@@ -246,7 +247,8 @@ def _launch(
     rope = pool.shape[3] - value_dim
     block_c, block_r = (max(16, int(triton.next_power_of_2(n))) for n in (value_dim, rope))
     row_bytes = (block_c + block_r) * q.element_size()
-    tuning = WIDE if pairs > 32 else NARROW
+    kind = f"{block_c + block_r} channels of {q.element_size()} bytes, {pairs} pairs"
+    tuning = launch_shape("latent", kind, WIDE if pairs > 32 else NARROW)
     tuning = tuning.fitted(row_bytes, shared_memory_bytes(q.device) - row_bytes * pairs)
     _latent_kernel[(spans * tiles, plan[0])](
         q, pool, *keys.place(), keys.lens, keys.total, keys.base, cu_q, part, lse,

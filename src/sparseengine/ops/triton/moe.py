@@ -21,6 +21,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseengine.ops.triton.launch import dot_precision, shared_memory_bytes
+from sparseengine.ops.tuned import launch_shape
 
 _FUSED_PAIRS = 4096  # up to so many pairs every program of the sort counts all of them itself
 _FUSED_BLOCK, _BLOCK = 1024, 4096  # pairs per step of the sort
@@ -391,6 +392,19 @@ def plan_tiles(num_pairs: int, num_experts: int, item_bytes: int) -> tuple[Tile,
     return many, replace(many, cols=256)
 
 
+def tuned_tiles(num_pairs: int, num_experts: int, item_bytes: int) -> tuple[Tile, Tile]:
+    """`plan_tiles`, unless a tuning file knows better; both products walk the same rows."""
+    first, second = plan_tiles(num_pairs, num_experts, item_bytes)
+    mean = max(1, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts)))
+    kind = f"up to {mean} pairs per expert of {item_bytes} bytes"
+    first = launch_shape("moe_up", kind, first)
+    second = launch_shape("moe_down", kind, second)
+    second = replace(second, rows=first.rows)
+    if first.rows < 32:  # half of it would be less than a matrix instruction takes
+        return replace(first, half=False), replace(second, half=False)
+    return first, second
+
+
 def moe_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -411,7 +425,7 @@ def moe_experts(
     if not (gate_up.is_contiguous() and down_proj.is_contiguous()):
         raise ValueError("stacks of experts must be contiguous")
     num_experts, item, limit = gate_up.shape[0], x.element_size(), shared_memory_bytes(x.device)
-    first, second = tiles or plan_tiles(row_tile or ids.numel(), num_experts, item)
+    first, second = tiles or tuned_tiles(row_tile or ids.numel(), num_experts, item)
     first, second = first.fitted(2, item, limit), second.fitted(1, item, limit)
     x = x if x.stride(1) == 1 else x.contiguous()
     order, facts = sort_pairs(ids, num_experts, first.rows)

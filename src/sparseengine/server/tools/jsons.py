@@ -120,7 +120,7 @@ class ObjectScanner:
 
     def scan(self, text: str, last: bool) -> Found | None:
         if self._end is None:
-            self._start = _skip(text, self._start, self._skip)
+            self._start = skip_space(text, self._start, self._skip)
             if self._start == len(text):
                 return Found(end=len(text)) if last else None
             if text[self._start] != "{":
@@ -232,7 +232,7 @@ class _DeepSeekScanner:
         """Everything before the arguments. A `Found` when this is no call; None: wait or go on."""
         at = 0
         if text.startswith(self._calls):
-            at = _skip(text, len(self._calls))
+            at = skip_space(text, len(self._calls))
             if not text.startswith(self._call, at):
                 could_come = self._call.startswith(text[at:])
                 return None if could_come else Found(end=len(self._calls))
@@ -256,7 +256,8 @@ class _DeepSeekScanner:
         return None
 
 
-def _skip(text: str, at: int, more: str = "") -> int:
+def skip_space(text: str, at: int, more: str = "") -> int:
+    """The position behind white space, and characters of `more`, that begin at `at`."""
     while at < len(text) and (text[at].isspace() or text[at] in more):
         at += 1
     return at

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from sparseengine.server.tools.jsons import dump
+from sparseengine.server.tools.jsons import dump, skip_space
 from sparseengine.server.tools.schema import tool_schemas, typed
 from sparseengine.server.tools.stream import Found, Scanner, Tools, find_literal
 
@@ -71,73 +71,88 @@ class Tagged:
 
 
 class _TagScanner:
-    """Walks from tag to tag; `_at` is behind the last complete part."""
+    """Walks from tag to tag; `_at` is behind the last complete part, `_searched` further on."""
 
     def __init__(self, tags: Tags, opening: int, tools: Tools, text: str) -> None:
         self._tags = tags
         self._at = opening if text.startswith(tags.open) else 0
         self._opening = self._at or len(tags.name)
+        self._searched = 0
         self._schemas = tool_schemas(tools)
         self._name: str | None = None
+        self._key: str | None = None
         self._arguments: dict[str, str] = {}
 
     def scan(self, text: str, last: bool) -> Found | None:
         while True:
-            step = self._read_name(text) if self._name is None else self._read_argument(text)
+            if self._name is None:
+                step = self._read_name(text)
+            elif self._key is None:
+                step = self._read_key(text)
+            else:
+                step = self._read_value(text, self._key)
             if isinstance(step, Found):
                 return step
             if not step:  # more text is needed
-                return Found(end=self._opening) if last else None
+                return Found(end=len(text)) if last else None
 
     def _read_name(self, text: str) -> Found | bool:
         tags = self._tags
-        rest = text[self._at :]
-        bare = rest.lstrip()
-        start = self._at + len(rest) - len(bare)
-        if tags.name and not bare.startswith(tags.name):
-            return False if tags.name.startswith(bare) else Found(end=self._opening)
-        start += len(tags.name)
+        start = skip_space(text, self._at)
+        if tags.name:
+            if not text.startswith(tags.name, start):
+                return self._unless(_may_come(text, start, tags.name))
+            start += len(tags.name)
         match = _NAME.match(text, start)
         if match is None:
-            return Found(end=self._opening) if start < len(text) else False
-        end = match.end()
-        behind = text[end:].lstrip()
+            return self._unless(start == len(text))
+        behind = skip_space(text, match.end())
         expected = (tags.name_end,) if tags.name_end else (tags.key, tags.close)
-        if not behind.startswith(expected):
-            is_open = any(mark.startswith(behind) for mark in expected)
-            return False if is_open else Found(end=self._opening)
+        if not text.startswith(expected, behind):
+            return self._unless(_may_come(text, behind, *expected))
         self._name = match[0]
-        self._at = len(text) - len(behind) + len(tags.name_end)
+        self._at = behind + len(tags.name_end)
         return True
 
-    def _read_argument(self, text: str) -> Found | bool:
-        """One argument, or the end of the call."""
+    def _read_key(self, text: str) -> Found | bool:
+        """A key and the opening of its value, or the end of the call."""
         tags = self._tags
-        bare = text[self._at :].lstrip()
-        start = len(text) - len(bare)
-        if bare.startswith(tags.close):
+        start = skip_space(text, self._at)
+        if text.startswith(tags.close, start):
             return self._call(start + len(tags.close))
-        if not bare.startswith(tags.key):
-            is_open = any(mark.startswith(bare) for mark in (tags.key, tags.close))
-            return False if is_open else Found(end=self._opening)
-        key_at = start + len(tags.key)
-        key_end = text.find(tags.key_end, key_at)
-        if key_end < 0:
+        if not text.startswith(tags.key, start):
+            return self._unless(_may_come(text, start, tags.key, tags.close))
+        begin = start + len(tags.key)
+        end = text.find(tags.key_end, begin)
+        if text.find("<", begin, end if end >= 0 else len(text) - len(tags.key_end)) >= 0:
+            return Found(end=self._opening)  # another tag inside
+        if end < 0:
             return False
-        behind = text[key_end + len(tags.key_end) :]
-        bare = behind.lstrip() if tags.value else behind
-        if not bare.startswith(tags.value):
-            return False if tags.value.startswith(bare) else Found(end=self._opening)
-        value_at = len(text) - len(bare) + len(tags.value)
-        value_end = text.find(tags.value_end, value_at)
-        if value_end < 0:
-            return False
-        value = text[value_at:value_end]
-        if tags.is_value_on_lines:
-            value = value.removeprefix("\n").removesuffix("\n")
-        self._arguments[text[key_at:key_end].strip()] = value
-        self._at = value_end + len(tags.value_end)
+        behind = end + len(tags.key_end)
+        if tags.value:
+            behind = skip_space(text, behind)
+            if not text.startswith(tags.value, behind):
+                return self._unless(_may_come(text, behind, tags.value))
+        self._key = text[begin:end].strip()
+        self._at = self._searched = behind + len(tags.value)
         return True
+
+    def _read_value(self, text: str, key: str) -> Found | bool:
+        mark = self._tags.value_end
+        end = text.find(mark, self._searched)
+        if end < 0:
+            self._searched = max(self._at, len(text) - len(mark) + 1)
+            return False
+        value = text[self._at : end]
+        if self._tags.is_value_on_lines:
+            value = value.removeprefix("\n").removesuffix("\n")
+        self._arguments[key] = value
+        self._key, self._at = None, end + len(mark)
+        return True
+
+    def _unless(self, may_come: bool) -> Found | bool:
+        """What is missing may still come, or this is no call."""
+        return False if may_come else Found(end=self._opening)
 
     def _call(self, end: int) -> Found:
         name = self._name or ""
@@ -147,3 +162,8 @@ class _TagScanner:
             return Found(end=end, name=name, arguments=dump(values))
         except ValueError:  # nested too deeply
             return Found(end=end)
+
+
+def _may_come(text: str, at: int, *marks: str) -> bool:
+    """Whether the text ends in the beginning of a mark."""
+    return any(mark.startswith(text[at : at + len(mark)]) for mark in marks)
