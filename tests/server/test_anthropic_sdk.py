@@ -29,7 +29,12 @@ def client(served: Served) -> anthropic.Anthropic:
 
 
 def test_a_message_streamed_and_whole(client: anthropic.Anthropic) -> None:
-    options: Any = {"model": "tiny", "max_tokens": 8, "messages": TALK, "extra_body": {"temperature": 0}}
+    options: Any = {
+        "model": "tiny",
+        "max_tokens": 8,
+        "messages": TALK,
+        "extra_body": {"temperature": 0},
+    }
     whole = client.messages.create(**options, system="be brief")
     assert whole.stop_reason == "max_tokens"
     assert whole.usage.output_tokens == 8
@@ -42,7 +47,12 @@ def test_a_message_streamed_and_whole(client: anthropic.Anthropic) -> None:
 
 
 def test_stop_sequences(client: anthropic.Anthropic) -> None:
-    options: Any = {"model": "tiny", "max_tokens": 30, "messages": TALK, "extra_body": {"temperature": 0}}
+    options: Any = {
+        "model": "tiny",
+        "max_tokens": 30,
+        "messages": TALK,
+        "extra_body": {"temperature": 0},
+    }
     text = client.messages.create(**options).content[0].text
     stop = text[4:7]
     cut = client.messages.create(**options, stop_sequences=[stop])
@@ -103,7 +113,11 @@ def test_the_async_client(served: Served) -> None:
         async with anthropic.AsyncAnthropic(base_url=served.url, api_key="x") as client:
             text = ""
             stream = await client.messages.create(
-                model="tiny", max_tokens=6, messages=TALK, extra_body={"temperature": 0}, stream=True
+                model="tiny",
+                max_tokens=6,
+                messages=TALK,
+                extra_body={"temperature": 0},
+                stream=True,
             )
             async for event in stream:
                 if event.type == "content_block_delta":

@@ -90,6 +90,8 @@ class Engine:
 
     def _may_run_ahead(self, pending: Pending) -> bool:
         """Whether the next step can be planned before the tokens of this one are known."""
+        if self.scheduler.quarantine.is_active:  # one step at a time shows who fails
+            return False
         return not any(
             c.forks or c.request.sparse.record or self.runner.sampler.needs_last(c.request)
             for c in pending.plan.chunks

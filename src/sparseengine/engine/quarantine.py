@@ -23,6 +23,10 @@ class Quarantine:
         self._records: dict[int, _Record] = {}
         self._others_ran = False
 
+    @property
+    def is_active(self) -> bool:
+        return bool(self._records)
+
     def suspect(self, request: Request) -> None:
         old = self._records.get(request.id)
         strikes = 1 if old is None else old.strikes + 1
