@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from sparseengine import env
 from sparseengine.config import EngineConfig, config_from_kwargs
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.channel import Channel
@@ -159,6 +160,7 @@ class AsyncLLM:
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         ours, theirs = multiprocessing.Pipe()
         self._channel = Channel(ours, self._from_engine, self._engine_gone)
+        env.bound_kernel_caches()
         context = multiprocessing.get_context("spawn")  # a fork would share threads and CUDA
         make: Any = threading.Thread if self.in_process else context.Process
         self._process = make(

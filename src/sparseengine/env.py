@@ -85,6 +85,16 @@ def api_key() -> str | None:
     return _read("SPARSEENGINE_API_KEY")
 
 
+def bound_kernel_caches() -> None:
+    """For processes started from here: torch's CPU kernels are kept for 64 shapes, not 1,024.
+
+    A server meets every shape there is, and each takes a few hundred kilobytes. What the user has
+    set stays.
+    """
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
+
+
 def triton_interpreted() -> bool:
     """True when Triton kernels run in its interpreter, on the CPU."""
     return (_read("TRITON_INTERPRET") or "0") not in ("0", "false", "False")
