@@ -121,6 +121,7 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         raise ConfigError("--log-text adds texts to --log-requests: give that, too")
     if args.enable_auto_tool_choice and args.tool_call_parser is None:
         raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser NAME")
+    _check_parsers(args)
     keys = [k for k in (*args.api_key, env.api_key()) if k]
     return ServerSettings(
         host=args.host,
@@ -142,6 +143,17 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
         log_text=args.log_text,
         access_log=args.access_log,
     )
+
+
+def _check_parsers(args: argparse.Namespace) -> None:
+    """Unknown parsers are found before a model is loaded."""
+    from sparseengine.server.reasoning import splitter_for
+    from sparseengine.server.tools import parser_for
+
+    if args.tool_call_parser is not None:
+        parser_for(args.tool_call_parser)
+    if args.reasoning_parser is not None:
+        splitter_for(args.reasoning_parser)
 
 
 def _template(given: str | None) -> str | None:
