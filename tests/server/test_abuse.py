@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import sys
 from pathlib import Path
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abuse_server.py"
@@ -12,6 +13,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abuse_server.py"
 def test_rude_clients_leave_nothing_behind() -> None:
     spec = importlib.util.spec_from_file_location("abuse_server", SCRIPT)
     script = importlib.util.module_from_spec(spec)
+    sys.modules["abuse_server"] = script
     spec.loader.exec_module(script)
     server, base = script.start_server([])
     try:

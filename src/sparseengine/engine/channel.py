@@ -7,8 +7,11 @@ that only the two ends hold; nothing that came over a network is ever unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
+import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -59,6 +62,12 @@ class Channel:
         """Send what is queued, then close this end."""
         self._out.put(_STOP)
         self._writer.join(timeout)
+        # Both readers wait in the kernel: only a shutdown wakes them, closing the number does not.
+        with (
+            contextlib.suppress(OSError),
+            socket.socket(fileno=os.dup(self._connection.fileno())) as end,
+        ):
+            end.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _write(self) -> None:
