@@ -144,9 +144,9 @@ class GuardedHooks:
         with NoSync():
             self.inner.observe(at)
 
-    def layer_end(self, at: Any, hidden: Any) -> None:
+    def layer_end(self, at: Any, hidden: Any, extra: Any = None) -> None:
         with NoSync():
-            self.inner.layer_end(at, hidden)
+            self.inner.layer_end(at, hidden, extra)
 
     def end_step(self, plan: Any) -> None:
         self.inner.end_step(plan)

@@ -3,22 +3,34 @@ TRITON_INTERPRET=1 in a process of its own: Triton reads it when it is first imp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 from kernel_checks import (
     Shape,
+    assert_close,
     check_attention,
     check_compact,
     check_copy_pages,
     check_fused,
+    check_gathered,
     check_pages,
+    check_parts,
     check_store,
     check_top_pages,
     check_window_scores,
     seeded_and_poisoned,
 )
+from torch import Tensor
+
+from sparseengine.attention.gathered import GatheredBackend
+from sparseengine.core.specs import LayerSpec
+from sparseengine.ops import triton as kernels
+from sparseengine.ops.dense import _fused_flash
+from sparseengine.ops.parts import Fetch, Parts, attend_parts, cut_row
 
 F32, F16 = torch.float32, torch.float16  # the interpreter's dot misreads bfloat16
 SHAPES = [
@@ -67,6 +79,32 @@ def test_window_scores_of_rows_shorter_than_the_window() -> None:
 
 def test_window_scores_under_a_soft_cap() -> None:
     check_window_scores(SHAPES[0], [150, 70], 8, "sum", F32, "cpu", softcap=0.5)
+
+
+class Gathered(GatheredBackend):
+    """Small parts by torch's attention for CPUs."""
+
+    def cut(self, num_q: int, length: int, layer: LayerSpec) -> Parts | None:
+        return cut_row(num_q, length, 8, 32) if num_q > 4 else None
+
+    def attend(self, q: Tensor, row: Parts, fetch: Fetch, layer: LayerSpec, out: Tensor) -> None:
+        fused = partial(_fused_flash, scale=layer.softmax_scale)
+        attend_parts(q, row, fetch, fused, kernels.merge_parts, out)
+
+
+@pytest.mark.parametrize("layout", ["head", "shared", "picked"])
+def test_gathered_chunks(layout: str) -> None:
+    """Decodes, short chunks, long ones between them, and rows whose heads differ."""
+    shape = Shape(layout=layout, page=4, value_dim=24)
+    lens = [[30, 30], [90, 90], [7, 7], [41, 41], [9, 9], [50, 49]]
+    long_rows = [1, 3] if layout != "shared" else [1, 3, 5]
+    lens = [row[:1] for row in lens] if layout == "shared" else lens
+    check_gathered(shape, [1, 20, 3, 41, 2, 6], lens, F32, "cpu", Gathered(), long_rows)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_parts(shape: Shape) -> None:
+    check_parts(shape, 70, F32, "cpu")
 
 
 WIDE = Shape(layout="head", heads=1, group=5, dim=300, page=16)  # as wide as latent rows
@@ -131,6 +169,42 @@ def test_latent_prefill_beside_decode(shape: Shape) -> None:
 def test_latent_segments(shape: Shape) -> None:
     old, new = [[40], [64], [0], [3]], [[5], [9], [30], [0]]
     check_attention(shape, [1, 9, 30, 2], [old, new], F32, "cpu", latent=True)
+
+
+@pytest.mark.parametrize(
+    ("block", "heads", "tiles", "held"), [((1, 16, 4), 3, 1, 16), ((4, 32, 2), 20, 2, 16)]
+)
+def test_merging_parts_of_latent_decode(
+    block: tuple[int, int, int], heads: int, tiles: int, held: int
+) -> None:
+    """Items of 0, 1, 2 and 7 parts, which lie one after the other among unwritten memory."""
+    wgmma = pytest.importorskip("sparseengine.ops.triton.latent_wgmma", reason="needs Gluon")
+    counts, channels = [2, 0, 7, 1], 32
+    number = 3 + sum(counts) * tiles
+    part, lse = torch.randn(number, held, channels), torch.randn(number, held) * 9
+    lens = torch.tensor(counts, dtype=torch.int32)
+    meta = torch.randint(0, 9, (len(counts) * tiles, 2), dtype=torch.int32)
+    out = torch.full((len(counts), heads, channels), 7.0)
+    want, first = out.clone(), 3
+    for span, count in enumerate(counts):
+        for tile in range(tiles):
+            some, mine = (
+                slice(tile * held, min((tile + 1) * held, heads)),
+                slice(first, first + count),
+            )
+            real = some.stop - some.start
+            if count:
+                meta[span * tiles + tile] = torch.tensor([first, first + count])
+            if count != 1:  # of one part, the output is there already
+                share = (lse[mine, :real] * math.log(2)).softmax(0)[..., None]
+                want[span, some] = (share * part[mine, :real]).sum(0)
+            part[mine, real:] = float("nan")
+            first += count
+    wgmma._merge_parts[(len(counts) * -(-heads // block[0]), channels // block[1])](
+        part, lse, meta, lens, out, lens.stride(0), *out.stride()[:2], HEADS=heads, TILES=tiles,
+        BLOCK_M=held, VDIM=channels, BLOCK_H=block[0], BLOCK_V=block[1], BLOCK_K=block[2],
+    )  # fmt: skip
+    assert_close(out, want, F32)
 
 
 @pytest.mark.parametrize("latent", [False, True])

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from sparseengine.attention.gathered import GatheredBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
 from sparseengine.core.view import AttentionView, PackedTable
@@ -23,7 +24,7 @@ from sparseengine.ops import reference
 from sparseengine.ops import triton as kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from attention_views import Rows, Shape, layer_of, spans_view
+from attention_views import Rows, Shape, hosted, layer_of, spans_view
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 
@@ -73,6 +74,55 @@ def check_attention(
     if max(queries) == 1:
         walked = TritonBackend().run(q, packed(view), layer, None)
         assert torch.equal(got, walked), "packed tables are read otherwise than padded ones"
+
+
+def check_gathered(
+    shape: Shape,
+    queries: list[int],
+    lens: list[list[int]],
+    dtype: torch.dtype,
+    device: str,
+    backend: GatheredBackend,
+    long_rows: list[int],
+) -> None:
+    """Long rows in parts beside spans that the paged kernels take; `long_rows` are the former."""
+    view = hosted(spans_view(shape, queries, [lens], dtype, device), queries)
+    layer = layer_of(shape)
+    assert list(backend._long_rows(view, layer)) == long_rows
+    heads = layer.q_heads + layer.kv_heads
+    q = torch.randn(sum(queries), heads, shape.dim, device=device).to(dtype)[:, : layer.q_heads]
+    want = ReferenceBackend().run(q.float(), view, layer, None)
+    got = backend.run(q, view, layer, None)
+    assert_close(got, want, dtype)
+    assert torch.equal(got, backend.run(q, view, layer, None)), "two runs of one view differ"
+
+
+def check_parts(shape: Shape, length: int, dtype: torch.dtype, device: str) -> None:
+    """Rows in order, up to and past a row's end, and merges of one to eight parts."""
+    rows = Rows(shape, [[length] * (1 if shape.layout == "shared" else shape.heads)], dtype, device,
+                [shape.dim, shape.dv])  # fmt: skip
+    for first, num in ((0, length), (length // 3, length // 2), (length // 2, length)):
+        outs = [
+            [torch.empty(num, shape.heads, d, dtype=dtype, device=device)
+             for d in (shape.dim, shape.dv)] for _ in range(2)
+        ]  # fmt: skip
+        kernels.gather_part(rows.pools, rows.table[0], length, first, outs[0])
+        reference.gather_part(rows.pools, rows.table[0], length, first, outs[1])
+        for got, want in zip(*outs, strict=True):
+            assert torch.equal(got, want)
+    heads = shape.heads * shape.group
+    for parts in (1, 2, 8):
+        like = {"device": device, "dtype": dtype}
+        results = [torch.randn(length + 3, heads, shape.dv, **like)[2:-1] for _ in range(parts)]
+        lses = [20 * torch.randn(heads, length + 3, device=device)[:, 2:-1] for _ in range(parts)]
+        found = torch.empty(length, heads, shape.dv, **like), torch.empty_like(lses[0])
+        kernels.merge_parts(results, lses, *found)
+        wanted = torch.empty_like(found[0], dtype=torch.float32), torch.empty_like(lses[0])
+        reference.merge_parts(results, lses, *wanted)
+        assert_close(found[0], wanted[0], dtype)
+        torch.testing.assert_close(found[1], wanted[1])
+        kernels.merge_parts(results, lses, found[0].fill_(torch.nan), None)
+        assert_close(found[0], wanted[0], dtype)
 
 
 def packed(view: AttentionView) -> AttentionView:
@@ -212,6 +262,17 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
     for activation in ("silu", "gelu_tanh"):
         both = draw(tokens, 2 * 1100)
         assert_close(kernels.gated(both, activation), reference.gated(both, activation), dtype)
+    for interleaved in (False, True):
+        turn = draw(tokens, 1, 7), draw(tokens, 1, 7)
+        raw, weight = draw(tokens, 30)[:, :26], draw(12)
+        args = (raw, weight, 1e-6, *turn, interleaved)
+        assert_close(kernels.latent_rows(*args), reference.latent_rows(*args), dtype)
+        x, found, twin = draw(tokens, 11, 20)[..., 6:], draw(tokens, 11, 40), draw(tokens, 11, 14)
+        kernels.rotate_into(found[..., 5:19], x, *turn, interleaved)
+        reference.rotate_into(twin, x, *turn, interleaved)
+        assert_close(found[..., 5:19], twin, dtype)
+        kernels.rotate_into(x, x, *turn, interleaved)  # in place
+        assert_close(x, twin, dtype)
     for dim, half, heads in ((16, 8, 9), (24, 6, 5), (64, 32, 3)):
         qk = draw(tokens, heads * dim + 5)[:, : heads * dim].unflatten(1, (heads, dim))
         turn = draw(tokens, 1, half), draw(tokens, 1, half)

@@ -24,6 +24,7 @@ from kernel_checks import (
 
 from sparseengine import ops
 from sparseengine.ops import dense, reference
+from sparseengine.ops.triton import latent as triton_latent
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -32,6 +33,8 @@ def latent(heads: int, page: int = 16, dim: int = 576, value_dim: int = 512) -> 
     return Shape(layout="head", heads=1, group=heads, dim=dim, value_dim=value_dim, page=page)
 
 
+# Devices with warpgroup matrix instructions have a decode kernel of their own for 16-bit rows.
+KERNELS = ["plain", "warpgroup"]
 SHAPES = [latent(20), latent(16), latent(128), latent(20, page=1), latent(5, 4, 40, 24)]
 
 
@@ -41,13 +44,53 @@ def _fresh() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(triton_latent, "_warpgroup_kernel", lambda device: None)
+    elif triton_latent._warpgroup_kernel(torch.device("cuda")) is None:
+        assert torch.cuda.get_device_capability()[0] != 9, "no warpgroup kernel on this device"
+    return request.param
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [BF16, F16, F32])
-def test_decode(shape: Shape, dtype: torch.dtype) -> None:
-    lens = [[5000], [0], [1], [64], [2049], *[[n] for n in torch.randint(1, 3000, (9,)).tolist()]]
+def test_decode(kernel: str, shape: Shape, dtype: torch.dtype) -> None:
+    if kernel == "warpgroup" and (dtype == F32 or shape.dim != 576):
+        return  # served by the plain kernel, as the other parameter shows
+    lens = [
+        [5000],
+        [0],
+        [0],
+        [1],
+        [64],
+        [2049],
+        *[[n] for n in torch.randint(1, 3000, (9,)).tolist()],
+        [0],
+    ]
     check_attention(shape, [1] * len(lens), [lens], dtype, "cuda", latent=True)
     check_attention(shape, [1, 1], [[[200], [0]]], dtype, "cuda", latent=True)  # one split
     check_attention(shape, [1] * 600, [[[30]] * 600], dtype, "cuda", latent=True)
+    check_attention(shape, [1] * 3, [[[0]] * 3], dtype, "cuda", latent=True)
+
+
+def test_decode_of_more_spans_than_are_summed_at_a_time() -> None:
+    lens = [[70], [0], [30]] * 500
+    check_attention(SHAPES[0], [1] * len(lens), [lens], BF16, "cuda", latent=True)
+
+
+def test_which_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = triton_latent._warpgroup_kernel(torch.device("cuda"))
+    if found is None:
+        return
+    served: list[torch.dtype] = []
+    decode = found.latent_decode
+    monkeypatch.setattr(
+        found, "latent_decode", lambda q, *rest: (served.append(q.dtype), decode(q, *rest))
+    )
+    for dtype in (BF16, F16, F32):
+        check_attention(SHAPES[0], [1, 1], [[[90], [7]]], dtype, "cuda", latent=True)
+    assert set(served) == {BF16, F16}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -66,6 +109,7 @@ def test_segments(shape: Shape) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_soft_caps(dtype: torch.dtype) -> None:
     check_attention(SHAPES[0], [1, 40], [[[900], [70]]], dtype, "cuda", latent=True, softcap=0.5)
+    check_attention(SHAPES[0], [1, 1], [[[900], [70]]], dtype, "cuda", latent=True, softcap=0.5)
     shape = Shape(heads=2, group=4, dim=128)
     lens = [[900, 40], [70, 300]]
     check_attention(shape, [1, 40], [lens], dtype, "cuda", softcap=0.5)

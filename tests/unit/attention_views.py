@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from sparseengine.core.specs import LayerKind, LayerSpec
-from sparseengine.core.view import AttentionView, Segment
+from sparseengine.core.view import AttentionView, HostRows, Segment
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def spans_view(
         for g in range(shape.heads)
     )
     return AttentionView(tuple(segments), cu_q, window, singles, max(queries), max(longest, 1))
+
+
+def hosted(view: AttentionView, queries: list[int], first: int = 0) -> AttentionView:
+    """The view with what the host knows of it."""
+    starts = tuple(accumulate(queries, initial=0))
+    return replace(view, host=HostRows(starts, view.segments[0].lens.cpu().numpy(), first))
 
 
 def layer_of(shape: Shape, window: int | None = None, latent: bool = False) -> LayerSpec:

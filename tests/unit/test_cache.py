@@ -290,6 +290,9 @@ def test_views_read_the_rows(ragged: Ragged) -> None:
         view = mirror.cache.view(layer, None)
         assert (view.cu_q.tolist(), view.num_single, view.max_q) == ([0, 1, 4], 1, 3)
         assert view.max_len >= max(len(h) for h in mirror.rows[1][layer])
+        assert view.host is not None
+        assert (view.host.starts, view.host.first) == ((0, 1, 4), 0)
+        assert view.host.lens.tolist() == view.segments[0].lens.tolist()
         for span, rid in enumerate((2, 1)):
             assert ids(span_rows(view, span, FULL)) == mirror.rows[rid][layer]
 
@@ -314,11 +317,22 @@ def test_selections_read_what_they_name(ragged: Ragged, per_head: bool, unit: st
     for layer in range(2):
         view = mirror.cache.view(layer, Selection(index, unit))
         assert view.max_len <= 4 * per
+        assert view.host is None, "how much is selected, the device alone knows"
         for span, rid in enumerate((2, 1)):
             got = ids(span_rows(view, span, FULL))
             for head, row in enumerate(mirror.rows[rid][layer]):
                 columns = [c for c in index[span, head % groups].tolist() if c >= 0]
                 assert got[head] == [t for c in columns for t in row[c * per : (c + 1) * per]]
+
+
+def test_spans_that_select_nothing_stay_known_to_the_host() -> None:
+    mirror = ragged_mirror(Ragged.LAYER)
+    index = torch.arange(99, dtype=torch.int32).expand(2, 1, -1).clone()
+    index[0, 0, 1:] = -1
+    view = mirror.cache.view(0, Selection(index, whole_from=1))
+    assert view.host is not None
+    assert (view.host.starts, view.host.first) == ((0, 1, 4), 1)
+    assert view.host.lens[1].tolist() == view.segments[0].lens[1].tolist()
 
 
 @RAGGED
@@ -331,6 +345,7 @@ def test_finer_spans_read_their_owners_rows(ragged: Ragged) -> None:
     )
     view = mirror.cache.view(1, selection)
     assert (view.cu_q.tolist(), view.num_single) == ([0, 1, 3, 4], 0)
+    assert view.host is None
     for span, (rid, page) in enumerate([(2, 0), (1, 0), (1, 1)]):
         want = [row[page * PAGE : (page + 1) * PAGE] for row in mirror.rows[rid][1]]
         assert ids(span_rows(view, span, FULL)) == want

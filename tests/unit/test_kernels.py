@@ -12,14 +12,17 @@ import torch
 
 from sparseengine.cli.main import main
 
-CHECKS = Path(__file__).parents[1] / "gpu" / "interpreted_kernels.py"
+CHECKS = Path(__file__).parents[1] / "gpu"
 
 
-def test_kernels_equal_their_twins_under_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    ("file", "interpret"), [("interpreted_kernels.py", "1"), ("compiled_kernels.py", "0")]
+)
+def test_kernels_equal_their_twins_or_compile(file: str, interpret: str) -> None:
     """In a process of its own: Triton decides whether to interpret when it is first imported."""
     pytest.importorskip("triton", reason="Triton is not installed on this platform")
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS)]
+    env = {**os.environ, "TRITON_INTERPRET": interpret, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CHECKS / file)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     assert " passed" in done.stdout or "[100%]" in done.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sparseengine.errors import ConfigError, UnsupportedError
 from sparseengine.models import model_spec
 from sparseengine.nn.latent import HeadsUp, LatentAttention, LatentDims, expansion_pays
 from sparseengine.ops import reference
+from sparseengine.ops.parts import Part
 
 GLM = LatentDims(heads=20, nope=192, rope=64, value=256, kv_rank=512, q_rank=768)
 V3 = LatentDims(heads=128, nope=128, rope=64, value=128, kv_rank=512, q_rank=1536)
@@ -157,8 +159,31 @@ def test_configs_that_are_refused(
 
 def test_scratch_memory_of_an_expansion_is_bounded_by_heads_at_once() -> None:
     block = LatentAttention(0, GLM, 64, scale=1.0, dtype=torch.bfloat16, device="meta")
-    assert block.scratch_bytes(0) == 0
-    row, head = 3 * 576 * 2, (192 + 256 + 256) * 2
-    assert block.scratch_bytes(8192) == 8192 * (row + 20 * head), "all heads fit at once"
-    long = 131_072
-    assert block.scratch_bytes(long) == long * (row + 2 * head), "two heads of 256 MiB do"
+    assert block.scratch_bytes(0, 8192) == 0
+    row, head = 3 * 576 * 2, (256 + 256) * 2
+    result = (8192 + 1024) * 20 * (256 * 2 + 4)
+    most = 8 * result + (8192 + 1024) * 20 * (256 * 4 + 4)
+    for length in (131_072, 1 << 20):
+        found = block.scratch_bytes(length, 8192) - length * row
+        assert 0 < found - 16384 * 20 * head <= most, "parts of 16,384 keys, nine results"
+    many = LatentAttention(
+        0, replace(GLM, heads=128), 64, scale=1.0, dtype=torch.bfloat16, device="meta"
+    )
+    found = many.scratch_bytes(131_072, 8192) - 131_072 * row
+    assert found <= (1 << 29) + most * 32 / 20, "32 of 128 heads at once"
+
+
+def test_a_part_behind_the_rows_end_expands_to_zeros() -> None:
+    block = LatentAttention(0, replace(GLM, heads=2), 64, scale=1.0)
+    torch.nn.init.normal_(block.kv_b_proj.weight)
+    rows, weight = torch.randn(21, 576), block.kv_b_proj.per_head()
+    expansion = block.kv_b_proj.expansion(0, 2)
+    keys, values = block._expand(rows, expansion, Part(16, 8, causal=True))
+    assert keys.shape == (8, 2, 256)
+    assert values.shape == (8, 2, 256)
+    for h in range(2):
+        torch.testing.assert_close(values[:5, h], rows[16:, :512] @ weight[h, 192:].T)
+        torch.testing.assert_close(keys[:5, h, :192], rows[16:, :512] @ weight[h, :192].T)
+        assert torch.equal(keys[:5, h, 192:], rows[16:, 512:])
+    assert not keys[5:].any()
+    assert not values[5:].any()

@@ -5,6 +5,8 @@ from sparseengine.registry import Registry
 BACKENDS = Registry(
     "attention backend",
     {
+        "cudnn": "sparseengine.attention.gathered:CudnnBackend",
+        "flash": "sparseengine.attention.gathered:FlashBackend",
         "triton": "sparseengine.attention.triton:TritonBackend",
         "cpu": "sparseengine.attention.cpu:CpuBackend",
         "deterministic": "sparseengine.attention.deterministic:DeterministicBackend",

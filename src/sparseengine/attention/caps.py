@@ -41,7 +41,15 @@ def _probe(kind: str, index: int) -> DeviceCaps:
         memory_bytes=props.total_memory,
         has_triton=has_triton,
         interpreted=interpreted,
+        cudnn=_cudnn_version(),
     )
+
+
+def _cudnn_version() -> int:
+    """cuDNN's version as torch sees it, 0 where its attention is absent or switched off."""
+    if not (torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()):
+        return 0
+    return torch.backends.cudnn.version() or 0
 
 
 def device_caps(device: torch.device | str) -> DeviceCaps:

@@ -10,7 +10,7 @@ from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.errors import UnsupportedError
 
 # Declared priority, fastest first; the reference runs everything and is always last.
-_ORDER = {"cuda": ("triton", "reference"), "cpu": ("cpu", "reference")}
+_ORDER = {"cuda": ("cudnn", "flash", "triton", "reference"), "cpu": ("cpu", "reference")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,14 +99,32 @@ class TritonBackend:
         )  # fmt: skip
 
     def _prefill(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
+        """Every span but the single ones."""
+        self._paged(q, view, layer, out, _keys(view, layer, walks_packed=False), view.num_single)
+
+    def _paged(
+        self,
+        q: Tensor,
+        view: AttentionView,
+        layer: LayerSpec,
+        out: Tensor,
+        keys: list[Keys],
+        first: int,
+        stop: int | None = None,
+        max_q: int = 0,
+    ) -> None:
+        """Spans first .. stop (of views of several segments: all from the first long one on).
+
+        max_q: the longest of them, 0 for that of the view.
+        """
         from sparseengine.ops.triton.attention import paged_prefill
 
-        keys = _keys(view, layer, walks_packed=False)
-        scale, first = layer.softmax_scale, view.num_single
+        scale = layer.softmax_scale
         if len(keys) == 1:
+            cu_q = view.cu_q if stop is None else view.cu_q[: stop + 1]
             paged_prefill(
-                q, keys[0], view.cu_q, out, None, scale, view.window,
-                max_q=view.max_q, first_span=first, softcap=layer.softcap,
+                q, keys[0], cu_q, out, None, scale, view.window,
+                max_q=max_q or view.max_q, first_span=first, softcap=layer.softcap,
             )  # fmt: skip
             return
         outs, lses = [], []

@@ -10,18 +10,23 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseengine import ops
+from sparseengine.attention.caps import device_caps
+from sparseengine.attention.gathered import CudnnBackend, FlashBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
 from sparseengine.bench import moe, small_kernels
 from sparseengine.bench.results import Outcome, Results
 from sparseengine.bench.timing import HEADER, Bench, bench_copy, relative_error
+from sparseengine.core.attention import AttentionNeed
 from sparseengine.core.specs import LayerKind, LayerSpec
-from sparseengine.core.view import AttentionView, Segment
+from sparseengine.core.view import AttentionView, HostRows, Segment
 from sparseengine.errors import ConfigError, nearest
 from sparseengine.ops import reference
 
@@ -78,7 +83,10 @@ def latent_view(bench: Bench, lens: Sequence[int]) -> AttentionView:
 def _viewed(bench: Bench, segment: Segment, queries: Sequence[int], longest: int) -> AttentionView:
     cu_q = torch.tensor([0, *queries], device=bench.device).cumsum(0, dtype=torch.int32)
     singles = len(queries) if max(queries) == 1 else 0
-    return AttentionView((segment,), cu_q, None, singles, max(queries), longest)
+    starts = tuple(accumulate(queries, initial=0))
+    lens = segment.lens.cpu().numpy().astype(np.int32)
+    host = HostRows(starts, lens)
+    return AttentionView((segment,), cu_q, None, singles, max(queries), longest, host)
 
 
 def _queries(bench: Bench, count: int) -> Tensor:
@@ -135,19 +143,26 @@ def _add_decode(
 
 def bench_prefill(bench: Bench) -> None:
     """The newest `chunk` tokens of a row attend to all of it."""
-    backend, tail = TritonBackend(), bench.size(64, 4)
+    tail = bench.size(64, 4)
+    need = AttentionNeed(layer=LAYER, dtype=torch.bfloat16, page_size=PAGE, per_head=True)
+    others = [
+        b
+        for b in (CudnnBackend(), FlashBackend())
+        if b.supports(need, device_caps(bench.device)).ok
+    ]
     for context, chunk in bench.some((8192, 8192), (32768, 8192), (32768, 2048)):
         context, chunk = bench.size(context, 8), bench.size(chunk, 8)
         view, q = head_view(bench, [context], [chunk]), _queries(bench, chunk)
-        got = backend.run(q, view, LAYER, None)
         cu_q = torch.tensor([0, tail], device=bench.device)
         last = AttentionView(view.segments, cu_q, None, 0, tail, context)
         want = ReferenceBackend().run(q[-tail:].float(), last, LAYER, None)
         pairs = chunk * context - chunk * (chunk - 1) // 2
         flop, num_bytes = 4 * pairs * HEADS * GROUP * DIM, 2 * 2 * context * HEADS * DIM
-        error = relative_error(got[-tail:], want)
-        call = partial(backend.run, q, view, LAYER, None)
-        bench.add(f"prefill {chunk} of {context}", [call], num_bytes, error, flop)
+        for backend in (TritonBackend(), *others):
+            error = relative_error(backend.run(q, view, LAYER, None)[-tail:], want)
+            call = partial(backend.run, q, view, LAYER, None)
+            name = f"prefill {chunk} of {context}, {backend.name}"
+            bench.add(name, [call], num_bytes, error, flop)
 
 
 def bench_sdpa(bench: Bench) -> None:

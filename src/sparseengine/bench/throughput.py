@@ -119,7 +119,7 @@ def measure_engine(label: str, config: EngineConfig, plan: Plan, measured: Measu
             run_batch(llm, make_prompts(vocab, min(plan.lengths), 1, seed=99), 4)
         for input_len, batch, is_most in plan.shapes(llm):
             note(f"{label}: {input_len} x {batch}")
-            like = _probe_of(llm, label, input_len, plan.synthetic)
+            like = _probe_of(llm, input_len, plan.synthetic)
             timings = []
             for repeat in range(plan.repeats):
                 prompts = prompts_of(plan, vocab, input_len, batch, repeat)
@@ -145,11 +145,11 @@ def prompts_of(
     return make_prompts(vocab, input_len, batch, seed=repeat)
 
 
-def _probe_of(llm: LLM, label: str, input_len: int, synthetic: bool) -> Probe | None:
+def _probe_of(llm: LLM, input_len: int, synthetic: bool) -> Probe | None:
     """One recorded request, where more is read or written than its rows tell."""
     from sparseengine.methods import METHODS
 
-    if not synthetic and METHODS.get(label).traits.takes != "read":
+    if not synthetic and METHODS.get(llm.resolved.methods[0]).traits.takes != "read":
         return None
     (prompt,) = make_prompts(llm.resolved.spec.vocab_size, input_len, 1, seed=98)
     return probe(llm, prompt, compute=not synthetic)

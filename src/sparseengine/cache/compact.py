@@ -24,6 +24,7 @@ from sparseengine import ops
 from sparseengine.cache.group import GroupCache
 from sparseengine.cache.plan import Geometry
 from sparseengine.cache.tables import Index, Ints
+from sparseengine.cache.tensors import upload
 from sparseengine.core.specs import LayerKind, Ragged
 from sparseengine.core.view import Keep
 
@@ -98,8 +99,8 @@ def collect(group: GroupCache, keeps: Sequence[Keep], slot_of: dict[int, int]) -
     device = next((m.device for m in masks if m.device.type != "cpu"), torch.device("cpu"))
     length = max(m.numel() for m in masks)
     targets = [_target(geo, k) for k in mine]
-    out = torch.zeros((sum(len(rows) for rows, _ in targets), length), dtype=torch.bool)
-    out = out.to(device)
+    count = sum(len(rows) for rows, _ in targets)
+    out = torch.zeros((count, length), dtype=torch.bool, device=device)
     slots, rows, lens = (np.zeros(out.shape[0], np.int64) for _ in range(3))
     at = 0
     for keep, (span, repeat) in zip(mine, targets, strict=True):
@@ -149,7 +150,7 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
         return None
     mask = masks.mask
     if changed.size < old.size:
-        mask = mask[torch.from_numpy(changed).to(mask.device)]
+        mask = mask[upload(changed, mask.device)]
     slots, rows = masks.slots[changed], masks.rows[changed]
     kept, first, old = kept[changed], first[changed], old[changed]
     if mask.device.type == "cpu":
@@ -178,7 +179,7 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
 
 def _summary(mask: Tensor, old: Ints) -> tuple[Ints, Ints]:
     """Tokens kept and first dropped index per row: all that the host needs of a device mask."""
-    lens = torch.from_numpy(old).to(mask.device)
+    lens = upload(old, mask.device)
     inside = torch.arange(mask.shape[1], device=mask.device) < lens[:, None]
     dropped = (inside & ~mask).to(torch.uint8)
     both = torch.stack([mask.sum(1), dropped.argmax(1)]).to(torch.int32).cpu().numpy()
@@ -232,10 +233,9 @@ def carry_out(group: GroupCache, c: Compaction) -> None:
     dropped = [_splice(group, c, np.flatnonzero(c.spliced), old)] if c.spliced.any() else []
     slots, rows, kept = c.slots[moving], c.rows[moving], c.kept[moving]
     have, keep = table.held(old[moving]), table.held(kept)
-    cols = np.arange(int(have.max(initial=0)))
-    tail = (cols >= keep[:, None]) & (cols < have[:, None])
-    i, col = np.nonzero(tail)
-    dropped.append(tables.arena[tables.at(slots[i], rows[i], col)])
+    start = tables.at(slots, rows, keep)  # a row's entries lie side by side
+    ends = start + have - keep
+    dropped += [tables.arena[lo:hi] for lo, hi in zip(start.tolist(), ends.tolist(), strict=True)]
     begin = c.first[moving] // np.int32(group.geo.page_size)
     table.sealed[slots, rows] = np.minimum(table.sealed[slots, rows], begin)
     table.lens[c.slots, c.rows] = c.kept

@@ -24,7 +24,7 @@ from sparseengine.core.cache import PrefixHit, Usage
 from sparseengine.core.method import SealedPages
 from sparseengine.core.plan import Purpose, Request, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec
-from sparseengine.core.view import AttentionView, Keep, Segment, Selection
+from sparseengine.core.view import AttentionView, HostRows, Keep, Segment, Selection
 from sparseengine.errors import CapacityError
 
 UNBOUNDED_TOKENS = 1 << 40  # free_tokens of a model without KV
@@ -330,14 +330,17 @@ class PagedCache:
         )
         num_single = self._num_single
         cu_q, max_len = self._tokens.cu_q(), step.max_len
+        known: int | None = 0  # spans from here on are as long as the host thinks
         if selection is not None:
+            known = selection.whole_from
             units = group.geo.layer_units(layer)
             segment = narrow(segment, selection, units=units, pools=group.payload)
             width = selection.index.shape[2]
             max_len = min(max_len, width * size if selection.unit == "page" else width)
             if selection.cu_q is not None:  # finer spans: their sizes are known to the device only
-                cu_q, num_single = selection.cu_q, 0
-        return AttentionView((segment,), cu_q, spec.window, num_single, self._max_q, max_len)
+                cu_q, num_single, known = selection.cu_q, 0, None
+        host = None if known is None else HostRows(self._starts, step.host_lens[:, rows], known)
+        return AttentionView((segment,), cu_q, spec.window, num_single, self._max_q, max_len, host)
 
     def _walks_packed(self, step: StepTensors) -> bool:
         """A decode step on a device: kernels follow the packed tables, no padded copy is made."""

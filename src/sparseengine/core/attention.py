@@ -24,6 +24,7 @@ class DeviceCaps:
     memory_bytes: int = 0
     has_triton: bool = False
     interpreted: bool = False
+    cudnn: int = 0  # version, 0 without it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -74,6 +76,18 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRows:
+    """What the host knows of a view's spans: `cu_q` as numbers, and row lengths int32 [S, G].
+
+    first: lengths of the spans before it are known to the device only.
+    """
+
+    starts: tuple[int, ...]
+    lens: npt.NDArray[np.int32]
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionView:
     """All that an attention backend sees: no policy, no request ids, no method name.
 
@@ -82,6 +96,7 @@ class AttentionView:
       span with n queries sees the first (total length - n + i + 1) keys.
     num_single: the first num_single spans have exactly one query each (host fact).
     max_q: longest span; max_len: an upper bound of the total row length (host facts).
+    host: exact sizes of spans and rows, None where the device alone knows them.
     """
 
     segments: tuple[Segment, ...]
@@ -90,6 +105,7 @@ class AttentionView:
     num_single: int
     max_q: int
     max_len: int
+    host: HostRows | None = None
 
 
 def leading(view: AttentionView, spans: int) -> AttentionView:
@@ -118,12 +134,14 @@ class Selection:
     unit: "page" (a column is a table column) or "slot" (a column is a slot of the row).
     cu_q, owner: finer query spans than one per chunk, for block-sparse prefill; owner int64 [S] is
       the chunk of each span.
+    whole_from: spans from here on read all of their columns (a host fact); None: not known.
     """
 
     index: Tensor
     unit: Literal["page", "slot"] = "page"
     cu_q: Tensor | None = None
     owner: Tensor | None = None
+    whole_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,7 +189,7 @@ class Controller:
         ]
         order = tuple(i for rows, _ in found for i in rows) + tuple(rest)
         index = torch.cat(padded).index_select(0, self._inverse(order, padded[0].device))
-        return Selection(index=index, unit=unit)
+        return Selection(index=index, unit=unit, whole_from=max(chosen) + 1)
 
     @staticmethod
     def _everything(at: LayerStep, rows: list[int], slots: bool) -> Tensor:

@@ -93,7 +93,8 @@ def plan_cache(resolved: Resolved, *, memory_bytes: int, prompt_tokens: int) -> 
     model = MODELS.get(architecture)(resolved.source.hf_config, resolved.spec, device="meta")
     here = resolved.device.type == "cpu" and memory_bytes == resolved.caps.memory_bytes
     weights = weight_bytes(model, packed=here and packs(resolved.dtype))
-    activations = estimated_activations(resolved) + scratch_bytes(model, prompt_tokens)
+    chunk = resolved.config.scheduler.max_num_batched_tokens
+    activations = estimated_activations(resolved) + scratch_bytes(model, prompt_tokens, chunk)
     share = resolved.config.cache.gpu_memory_utilization
     left = int(memory_bytes * share) - weights - activations
     if left <= 0:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sparseengine.cache.manager import UNBOUNDED_TOKENS, PagedCache
 from sparseengine.cache.memory import pools_of, request_bytes
 from sparseengine.cache.plan import geometry
+from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.method import SparseMethod
+from sparseengine.core.specs import ModelSpec
 from sparseengine.engine.admission import charge, fitting
 from sparseengine.resolve import Resolved
 
@@ -109,10 +111,22 @@ def estimated_activations(resolved: Resolved) -> int:
     return tokens * per_token + logits
 
 
-def scratch_bytes(model: Any, tokens: int) -> int:
-    """The most that a block of the model takes on top of a step's own tensors for a long row."""
+def scratch_bytes(model: Any, tokens: int, chunk: int) -> int:
+    """The most that a block takes on top of a step's own tensors for a chunk of a long row."""
     blocks = (m for m in model.modules() if hasattr(m, "scratch_bytes"))
-    return max((m.scratch_bytes(tokens) for m in blocks), default=0)
+    return max((m.scratch_bytes(tokens, chunk) for m in blocks), default=0)
+
+
+def attention_scratch_bytes(
+    backends: Sequence[AttentionBackend], spec: ModelSpec, tokens: int, length: int
+) -> int:
+    """The most that any layer's attention of `tokens` takes in a row of up to `length`."""
+    pairs = set(zip(backends, spec.layers, strict=True))
+    size = spec.dtype.itemsize
+    return max(
+        (b.scratch_bytes(x, tokens, length, size) for b, x in pairs if hasattr(b, "scratch_bytes")),
+        default=0,
+    )
 
 
 def memory_table(

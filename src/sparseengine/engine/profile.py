@@ -14,7 +14,7 @@ from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.graphs import DecodeGraphs
 from sparseengine.engine.intake import MethodTable
-from sparseengine.engine.memory import scratch_bytes
+from sparseengine.engine.memory import attention_scratch_bytes, scratch_bytes
 from sparseengine.engine.model import Model
 from sparseengine.engine.runner import Runner
 from sparseengine.resolve import Resolved
@@ -81,8 +81,13 @@ def profile(
     _prefill(runner, methods, tokens, scheduler.max_num_seqs)
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
-    longest = scratch_bytes(model, resolved.max_model_len)  # more than the chunk above has taken
-    activations += max(0, longest - scratch_bytes(model, tokens))
+    longest = resolved.max_model_len  # a chunk of such a row takes more than the one above
+    wide, near = (scratch_bytes(model, n, tokens) for n in (longest, tokens))
+    activations += max(0, wide - near)
+    wide, near = (
+        attention_scratch_bytes(backends, resolved.spec, tokens, n) for n in (longest, tokens)
+    )
+    activations += max(0, wide - near)
     graphs = 0
     if uses_graphs(resolved):
         torch.cuda.empty_cache()

@@ -120,7 +120,7 @@ class ExpectedAttention(EvictionMethod):
         """Expected attention times value norm: fp32 [Hkv, L]; 0 for sinks and past a row's end."""
         mean, cov = self._future(at, chunk)
         keys = at.gather("keys", chunk)  # [Hkv, L, D]
-        lens = torch.tensor(at.lens(chunk), device=keys.device)
+        lens = at.table()[1][chunk]  # [G]
         groups, scale = at.spec.kv_heads, at.spec.softmax_scale
         mean = torch.unflatten(mean, 0, (groups, -1))  # [Hkv, g, D]
         parts = []

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseengine import ops
+from sparseengine.cache.tensors import upload
 from sparseengine.core.method import LayerStep, SparseMethod, Traits
 from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Ragged
@@ -188,7 +190,7 @@ class EvictionMethod(Method):
         for ((num_heads, _), budget), items in batches.items():
             scores = torch.stack([found.scores for _, _, found in items])  # [N, H, L]
             rows = [_expand(found.lens, num_heads) for _, _, found in items]
-            lens = torch.tensor(rows, dtype=torch.int64, device=scores.device)
+            lens = upload(np.array(rows, np.int64), scores.device)
             masks = self.retain(scores, lens, budget)
             for (request, layer, _), lengths, mask in zip(items, rows, masks, strict=True):
                 rows_of = zip(mask.unbind(0), lengths, strict=True)

@@ -87,7 +87,7 @@ class SnapKV(EvictionMethod):
         seen = min(self.config.window, at.plan.chunks[chunk].stop)
         queries = at.request_aux(self._ring, chunk)[-seen:]
         mass = at.scores(chunk, queries) / seen  # [Hq, L]
-        lens = torch.tensor(at.lens(chunk), device=mass.device)
+        lens = at.table()[1][chunk]  # [G], on the device: no wait
         slot = torch.arange(mass.shape[1], device=mass.device)
         before = slot < (lens - self.config.window)[:, None]  # [G, L]
         grouped = mass.unflatten(0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]

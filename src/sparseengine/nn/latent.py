@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +27,11 @@ from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.nn.norm import RMSNorm
 from sparseengine.nn.rope import Rotation
+from sparseengine.ops.dense import LONGEST_MADE, UNIT
+from sparseengine.ops.parts import Part, most_scratch, padded, result_bytes
 
 _NORM_EPS = 1e-6  # of the norms inside the block, whatever the config says of the others
-_EXPANDED_BYTES = 1 << 28  # keys and values of a row that exist at one time, some heads at a time
+_EXPANDED_BYTES = 1 << 29  # keys and values of a part of a row, some heads at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +104,34 @@ class HeadsUp(Linear):
         """The weight as [H, nope + value, kv_rank]."""
         return self.weight.view(self.dims.heads, -1, self.dims.kv_rank)
 
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries without rotation [T, H, nope] -> [T, H, kv_rank]."""
-        return self._by_head(q, self.per_head()[:, : self.dims.nope])
+    def absorb(self, q: Tensor, out: Tensor | None = None) -> Tensor:
+        """Queries without rotation [T, H, nope] -> [T, H, kv_rank], into `out` if there is one."""
+        return self._by_head(q, self.per_head()[:, : self.dims.nope], out)
 
     def values(self, mixed: Tensor) -> Tensor:
         """Results in the latent space [T, H, kv_rank] -> [T, H, value]."""
         return self._by_head(mixed, self.per_head()[:, self.dims.nope :].mT)
 
-    def _by_head(self, x: Tensor, weight: Tensor) -> Tensor:
+    def expansion(self, first: int, count: int) -> Tensor:
+        """Weight [count, query + value, kv_rank + rope] that makes rows keys and values of heads.
+
+        It passes the rotated key on to every head, so that one product makes whole keys.
+        """
+        dims, own = self.dims, self.per_head()[first : first + count]
+        whole = own.new_zeros(len(own), dims.query + dims.value, dims.kv_rank + dims.rope)
+        whole[:, : dims.nope, : dims.kv_rank] = own[:, : dims.nope]
+        whole[:, dims.nope : dims.query, dims.kv_rank :].diagonal(dim1=1, dim2=2).fill_(1)
+        whole[:, dims.query :, : dims.kv_rank] = own[:, dims.nope :]
+        return whole
+
+    def _by_head(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, H, m], weight [H, m, n] -> [T, H, n]; see `Linear.row_tile`."""
+        num_rows = x.shape[0]
+        y = x.new_empty(num_rows, weight.shape[0], weight.shape[2]) if out is None else out
         tile = self.row_tile
         if tile is None:
-            return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
-        num_rows = x.shape[0]
-        y = x.new_empty(num_rows, weight.shape[0], weight.shape[2])
+            torch.bmm(x.transpose(0, 1), weight, out=y.transpose(0, 1))
+            return y
         for start in range(0, num_rows, tile):
             rows = x[start : start + tile]
             full = x.new_zeros(tile, *x.shape[1:])
@@ -165,18 +181,20 @@ class LatentAttention(nn.Module):
         """hidden [T, hidden] -> [T, hidden]."""
         q, row = self._project(hidden)
         nope, rope = torch.split(q, [self.dims.nope, self.dims.rope], dim=-1)  # [T, H, ...]
-        rope = rotation.apply(rope)
         row = self._row(row, rotation)
-        absorbed = torch.cat((self.kv_b_proj.absorb(nope), rope), dim=-1)
+        absorbed = q.new_empty(*q.shape[:2], self.dims.kv_rank + self.dims.rope)
+        self.kv_b_proj.absorb(nope, out=absorbed[..., : self.dims.kv_rank])
+        turn = rotation.cos, rotation.sin, rotation.interleaved
+        ops.rotate_into(absorbed[..., self.dims.kv_rank :], rope, *turn)
         at = ctx.store(self.layer, absorbed, row, row[..., : self.dims.kv_rank])
         singles, chunks = ctx.plan.num_decodes, len(ctx.plan.chunks)
         if not self._expands(at, range(singles, chunks)):
             out = self.kv_b_proj.values(ctx.read(at))
         else:
             parts = [self.kv_b_proj.values(ctx.read(at, singles))] if singles else []
-            query = torch.cat((nope, rope), dim=-1)
-            parts += [self._expanded(at, query, chunk) for chunk in range(singles, chunks)]
-            out = torch.cat(parts)
+            rope.copy_(absorbed[..., self.dims.kv_rank :])  # `q` is whole now
+            parts += [self._expanded(at, q, chunk) for chunk in range(singles, chunks)]
+            out = parts[0] if len(parts) == 1 else torch.cat(parts)
         ctx.observe(at)
         mixed: Tensor = self.o_proj(out.flatten(1))
         return mixed
@@ -192,9 +210,8 @@ class LatentAttention(nn.Module):
 
     def _row(self, raw: Tensor, rotation: Rotation) -> Tensor:
         """What the cache stores: normed latent and rotated key, [T, 1, kv_rank + rope]."""
-        latent, key = torch.split(raw, [self.dims.kv_rank, self.dims.rope], dim=-1)
-        parts = (self.kv_a_layernorm(latent)[:, None], rotation.apply(key[:, None]))
-        return torch.cat(parts, dim=-1)
+        norm, turn = self.kv_a_layernorm, (rotation.cos, rotation.sin, rotation.interleaved)
+        return ops.latent_rows(raw, norm.scale(), norm.eps, *turn)[:, None]
 
     def _expands(self, at: LayerStep, chunks: range) -> bool:
         """One choice for all chunks of a step that are not decodes.
@@ -211,25 +228,36 @@ class LatentAttention(nn.Module):
         dims = self.dims
         first, end = at.span(chunk)
         rows = at.gather("keys", chunk)[0]  # [L, kv_rank + rope]
-        latent, rope = torch.split(rows, [dims.kv_rank, dims.rope], dim=-1)
-        step = self._heads_at_once(rows.shape[0], rows.element_size())
+        step = self._heads_at_once(end - first, rows.shape[0], rows.element_size())
         parts = []
         for h in range(0, dims.heads, step):
-            weight = self.kv_b_proj.per_head()[h : h + step]  # [h, nope + value, kv_rank]
-            both = torch.unflatten(latent @ weight.flatten(0, 1).T, 1, (len(weight), -1))
-            nope, values = torch.split(both, [dims.nope, dims.value], dim=-1)
-            keys = torch.cat((nope, rope[:, None].expand(-1, len(weight), -1)), dim=-1)
+            fetch = partial(self._expand, rows, self.kv_b_proj.expansion(h, step))
             here = query[first:end, h : h + step]
-            parts.append(ops.dense_attention(here, keys, values, self.scale))
+            parts.append(ops.attend_row(here, rows.shape[0], dims.value, fetch, self.scale))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _heads_at_once(self, length: int, itemsize: int) -> int:
-        head_bytes = length * (self.dims.query + self.dims.value) * itemsize
+    def _expand(self, rows: Tensor, weight: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        """Keys [n, h, query] and values [n, h, value] of a part; weight is an `expansion`.
+
+        Zero rows behind the row's end expand to zeros.
+        """
+        mine = padded(rows[part.first : part.first + part.rows], 0, part.rows)
+        both = torch.unflatten(mine @ weight.flatten(0, 1).T, 1, weight.shape[:2])
+        keys, values = torch.split(both, [self.dims.query, self.dims.value], dim=-1)
+        return keys, values
+
+    def _heads_at_once(self, chunk: int, length: int, itemsize: int) -> int:
+        keys = most_scratch(chunk, length, UNIT, LONGEST_MADE)[0]
+        head_bytes = keys * (self.dims.query + self.dims.value) * itemsize
         return max(1, min(self.dims.heads, _EXPANDED_BYTES // max(head_bytes, 1)))
 
-    def scratch_bytes(self, length: int) -> int:
-        """What expanding a row of `length` tokens takes: the gathered row, and heads from it."""
+    def scratch_bytes(self, length: int, chunk: int) -> int:
+        """What a chunk in a row of `length` tokens takes: the gathered row, and parts of heads."""
         dims, itemsize = self.dims, self.kv_b_proj.weight.element_size()
-        row = 3 * length * (dims.kv_rank + dims.rope)  # gathered, masked, and in order
-        head = length * (dims.nope + dims.value + dims.query)
-        return (row + self._heads_at_once(length, itemsize) * head) * itemsize
+        if not length:
+            return 0
+        row = 3 * length * (dims.kv_rank + dims.rope) * itemsize  # gathered, masked, in order
+        heads = self._heads_at_once(chunk, length, itemsize)
+        keys, queries, results = most_scratch(chunk, length, UNIT, LONGEST_MADE)
+        part = keys * heads * (dims.query + dims.value) * itemsize
+        return row + part + result_bytes(queries, heads, dims.value, itemsize, results)

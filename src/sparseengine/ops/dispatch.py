@@ -16,23 +16,29 @@ from torch import Tensor
 
 from sparseengine.core.view import PackedTable
 from sparseengine.ops import cpu, dense, reference
+from sparseengine.ops.parts import Fetch, Part
 from sparseengine.ops.reference import gather_rows, merge_lse
 from sparseengine.ops.routing import RouterSpec
 
 __all__ = [
     "add_rms_norm",
+    "attend_row",
     "compact",
     "copy_pages",
     "dense_attention",
     "gated",
+    "gather_part",
     "gather_rows",
+    "latent_rows",
     "merge_lse",
+    "merge_parts",
     "moe_experts",
     "moe_route",
     "norm_rotate",
     "page_bounds",
     "page_scores",
     "rms_norm",
+    "rotate_into",
     "store",
     "take_pages",
     "top_pages",
@@ -129,8 +135,31 @@ def moe_experts(
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
     """Causal, bottom-right: q [n, Hq, D], k [L, Hkv, D], v [L, Hkv, Dv] -> [n, Hq, Dv]."""
-    found = None if softcap else dense.dense_attention(q, k, v, scale)
-    return reference.dense_attention(q, k, v, scale, softcap) if found is None else found
+    if softcap:
+        return reference.dense_attention(q, k, v, scale, softcap)
+    return attend_row(q, k.shape[0], v.shape[2], dense.slices_of(k, v), scale)
+
+
+def attend_row(q: Tensor, length: int, value_dim: int, fetch: Fetch, scale: float) -> Tensor:
+    """`dense_attention` over keys and values that exist part by part, as `fetch` makes them."""
+    found = dense.attend_row(q, length, value_dim, fetch, scale, merge_parts)
+    if found is None:
+        found = reference.dense_attention(q, *fetch(Part(0, length, causal=True)), scale)
+    return found
+
+
+def gather_part(
+    pools: Sequence[Tensor], table: Tensor, length: int, first: int, outs: Sequence[Tensor]
+) -> None:
+    """Slots first .. first + n of a row (table int32 [G, W]) into outs [n, H, D_i]; 0 behind it."""
+    _impl(pools[0]).gather_part(pools, table, length, first, outs)
+
+
+def merge_parts(
+    outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None = None
+) -> None:
+    """Attention over all parts from outs [n, H, Dv] and lses [H, n] of each, into out and lse."""
+    _impl(out).merge_parts(outs, lses, out, lse)
 
 
 def _between(x: Tensor) -> ModuleType:
@@ -167,6 +196,19 @@ def norm_rotate(
 ) -> Tensor:
     """RMS norm over each head of qk [T, Hq + Hkv, D], then rotation of its leading channels."""
     out: Tensor = _between(qk).norm_rotate(qk, cos, sin, q_heads, q_weight, k_weight, eps)
+    return out
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate x [T, H, 2 R] into out, which may be x; pairs are neighbours or R channels apart."""
+    _impl(x).rotate_into(out, x, cos, sin, interleaved)
+
+
+def latent_rows(
+    raw: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """RMS norm of the latent, rotation of the key behind it: raw [T, rank + 2 R] -> the same."""
+    out: Tensor = _impl(raw).latent_rows(raw, weight, eps, cos, sin, interleaved)
     return out
 
 

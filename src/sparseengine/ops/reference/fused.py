@@ -50,3 +50,33 @@ def norm_rotate(
     first, second = qk[..., :half], qk[..., half : 2 * half]
     turned = (first * cos - second * sin, second * cos + first * sin)
     return torch.cat((*turned, qk[..., 2 * half :]), dim=-1)
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """Rotate x [T, H, 2 R] into out, which may be x. cos, sin: [T, 1, R].
+
+    The pair of channel i is i + R; `interleaved`: channels 2 i and 2 i + 1 are a pair.
+    """
+    half = cos.shape[-1]
+    pairs = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if interleaved
+        else (slice(0, half), slice(half, None))
+    )
+    first, second = x[..., pairs[0]], x[..., pairs[1]]
+    turned = first * cos - second * sin, second * cos + first * sin
+    out[..., pairs[0]], out[..., pairs[1]] = turned
+
+
+def latent_rows(
+    raw: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """RMS norm of a row's latent, rotation of the rest: raw [T, rank + 2 R] -> [T, rank + 2 R].
+
+    weight: [rank], of the norm. The other arguments are those of `rotate_into`.
+    """
+    rank = weight.shape[0]
+    out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
+    out[:, :rank] = rms_norm(raw[:, :rank], weight, eps)
+    rotate_into(out[:, None, rank:], raw[:, None, rank:], cos, sin, interleaved)
+    return out

@@ -163,3 +163,76 @@ def norm_rotate(
             NORM=has_norm, num_warps=1 if dim <= 128 else 2,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _rotate_kernel(
+    x, cos, sin, out, x_st, x_sh, out_st, out_sh,
+    HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads, r = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_R)
+    ok = (heads < HEADS)[:, None] & (r < HALF)[None, :]
+    one, two = (2 * r, 2 * r + 1) if INTERLEAVED else (r, HALF + r)
+    at, to = (
+        x + token * x_st + heads[:, None] * x_sh,
+        out + token * out_st + heads[:, None] * out_sh,
+    )
+    a = tl.load(at + one[None, :], mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(at + two[None, :], mask=ok, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + r, mask=r < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + token * HALF + r, mask=r < HALF, other=0.0).to(tl.float32)[None, :]
+    tl.store(to + one[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=ok)
+    tl.store(to + two[None, :], (b * c + a * s).to(out.dtype.element_ty), mask=ok)
+
+
+def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """See the twin. Channels of x and out are contiguous, as cos and sin are."""
+    tokens, heads, _ = x.shape
+    half, block_h = cos.shape[-1], 8
+    if tokens:
+        _rotate_kernel[(tokens, triton.cdiv(heads, block_h))](
+            x, cos, sin, out, *x.stride()[:2], *out.stride()[:2],
+            HEADS=heads, HALF=half, INTERLEAVED=interleaved,
+            BLOCK_R=triton.next_power_of_2(half), BLOCK_H=block_h, num_warps=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def _latent_rows_kernel(
+    raw, weight, cos, sin, out, eps, raw_st,
+    RANK: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    d, r = tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
+    y = tl.load(raw + token * raw_st + d, mask=d < RANK, other=0.0).to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / RANK + eps)
+    y = y * tl.load(weight + d, mask=d < RANK, other=0.0).to(tl.float32)
+    to = out + token * (RANK + 2 * HALF)
+    tl.store(to + d, y.to(out.dtype.element_ty), mask=d < RANK)
+    one, two = (2 * r, 2 * r + 1) if INTERLEAVED else (r, HALF + r)
+    ok, at = r < HALF, raw + token * raw_st + RANK
+    a = tl.load(at + one, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(at + two, mask=ok, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * HALF + r, mask=ok, other=0.0).to(tl.float32)
+    s = tl.load(sin + token * HALF + r, mask=ok, other=0.0).to(tl.float32)
+    tl.store(to + RANK + one, (a * c - b * s).to(out.dtype.element_ty), mask=ok)
+    tl.store(to + RANK + two, (b * c + a * s).to(out.dtype.element_ty), mask=ok)
+
+
+def latent_rows(
+    raw: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, interleaved: bool
+) -> Tensor:
+    """See the twin. Channels of raw are contiguous, as cos and sin are."""
+    rank, half = weight.shape[0], cos.shape[-1]
+    out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
+    if raw.shape[0]:
+        block = triton.next_power_of_2(rank)
+        _latent_rows_kernel[(raw.shape[0],)](
+            raw, weight, cos, sin, out, eps, raw.stride(0),
+            RANK=rank, HALF=half, INTERLEAVED=interleaved, BLOCK=block,
+            BLOCK_R=triton.next_power_of_2(half), num_warps=_warps(block),
+        )  # fmt: skip
+    return out

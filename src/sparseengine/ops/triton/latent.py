@@ -9,6 +9,9 @@ and prefill alike; the splits of all segments share one merge.
 
 from __future__ import annotations
 
+from functools import cache
+from types import ModuleType
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +38,18 @@ _MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS, _MAX_SPLITS = 256, 4096, 256
 _OVERHEAD_TOKENS = 128  # what starting, ending and merging a split costs
 NARROW = Tuning(keys=32, warps=4, stages=3)  # up to 32 pairs: two programs fit a multiprocessor
 WIDE = Tuning(keys=64, warps=8, stages=2)
+
+
+@cache
+def _warpgroup_kernel(device: torch.device) -> ModuleType | None:
+    """The decode kernel of warpgroup matrix instructions, where the device and Triton have them."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from sparseengine.ops.triton import latent_wgmma
+    except (ImportError, AttributeError):  # Gluon's names still move between versions of Triton
+        return None
+    return latent_wgmma
 
 
 def plan_waves(programs: int, max_len: int, processors: int) -> tuple[int, int]:
@@ -211,6 +226,11 @@ def paged_latent(
     tokens, q_heads, _ = q.shape
     spans, value_dim = cu_q.shape[0] - 1 - first_span, out.shape[2]
     if spans <= 0 or tokens == 0:
+        return
+    kernel = _warpgroup_kernel(q.device)
+    one_each = max_q == 1 and tokens == spans and len(segments) == 1
+    if kernel is not None and one_each and kernel.serves(q, segments[0], value_dim):
+        kernel.latent_decode(q, segments[0], out, scale, softcap)
         return
     pairs = min(_MAX_PAIRS, max(16, int(triton.next_power_of_2(max_q * q_heads))))
     tiles = triton.cdiv(max_q * q_heads, pairs)
