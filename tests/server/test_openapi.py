@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from fixtures.servers import Served
 
 SETTINGS = settings(
-    max_examples=12,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,
