@@ -97,6 +97,25 @@ def methods_page() -> str:
     return "\n".join(parts)
 
 
+def prefill_page() -> str:
+    from sparseengine.methods.prefill import describe_patterns
+
+    rows = describe_patterns()
+    columns = ["name", "aliases", "chunking does not matter", "acts on"]
+    lines: list[list[object]] = [
+        [row["name"], ", ".join(row["aliases"]), row["traits"]["invariant"],
+         _plain(row["traits"]["kinds"])]
+        for row in rows
+    ]  # fmt: skip
+    parts = [HEADER, "# Prefill patterns\n", markdown_table(columns, lines), ""]
+    for row in rows:
+        parts.append(f"## {row['name']}\n\n{row['text']}\n")
+        if row["knobs"]:
+            knobs = [[f"`{k['name']}`", k["default"], k["doc"]] for k in row["knobs"]]
+            parts.append(markdown_table(["knob", "default", "meaning"], knobs) + "\n")
+    return "\n".join(parts)
+
+
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -157,6 +176,7 @@ PAGES = {
     "cli.md": cli_page,
     "config.md": config_page,
     "methods.md": methods_page,
+    "prefill.md": prefill_page,
     "models.md": models_page,
 }
 

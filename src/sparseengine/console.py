@@ -159,7 +159,13 @@ def sparse_params(config: EngineConfig, *, record: bool = False) -> SparseParams
     """The engine's default method as a request's parameters."""
     sparse = config.sparse
     return SparseParams(
-        sparse.method, budget=sparse.budget, ratio=sparse.ratio, record=record, **sparse.knobs
+        sparse.method,
+        budget=sparse.budget,
+        ratio=sparse.ratio,
+        record=record,
+        prefill=sparse.prefill,
+        prefill_config=sparse.prefill_knobs,
+        **sparse.knobs,
     )
 
 

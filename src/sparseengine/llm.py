@@ -25,7 +25,8 @@ _P = TypeVar("_P")
 
 class LLM:
     """A model that answers prompts in batches. Engine arguments carry vLLM's names, plus
-    `sparse_method`, `kv_budget`, `sparse_config` and `enable_methods` (see docs/config).
+    `sparse_method`, `kv_budget`, `sparse_config`, `enable_methods`, `sparse_prefill` and
+    `sparse_prefill_config` (see docs/reference/config.md).
 
     The start-up memory table goes to stderr unless `quiet`. Close it, or use it as a context
     manager, to give the memory back. Raises `ConfigError` for wrong arguments and damaged models.

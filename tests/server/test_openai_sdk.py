@@ -217,6 +217,8 @@ def test_sparse_parameters_ride_in_extra_body(client: openai.OpenAI) -> None:
         ({"method": "snapkv", "budget": 16, "windo": 4}, "windo"),
         ({"method": "snapkv", "budget": "16"}, "budget"),
         ({"method": "full", "budget": 16}, "full"),
+        ({"prefill": "no_such"}, "no_such"),
+        ({"prefill": 3}, "prefill"),
     ],
 )
 def test_wrong_sparse_fields_name_themselves(

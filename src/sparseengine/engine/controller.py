@@ -12,9 +12,10 @@ from torch import Tensor
 
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep, SparseMethod
-from sparseengine.core.plan import Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Purpose, StepPlan
+from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import ModelSpec
-from sparseengine.core.view import Keep, Selection
+from sparseengine.core.view import BlockMask, Keep, Selection
 from sparseengine.engine.faults import attempt, blame
 from sparseengine.engine.record import Recorder
 from sparseengine.errors import UnsupportedError
@@ -40,17 +41,24 @@ class Controller:
     entries while it runs. Layers of a kind that a method does not act on are skipped. A method sees
     its own chunks only; `select` is asked for DECODE chunks, and the selections of several methods
     in one step are merged into one, in which every other chunk reads all of its columns.
+    `patterns` maps the keys that requests carry as `Request.prefill`; those it lacks are dense.
     """
 
     def __init__(
-        self, model: ModelSpec, cache: CacheManager, methods: Mapping[str, SparseMethod]
+        self,
+        model: ModelSpec,
+        cache: CacheManager,
+        methods: Mapping[str, SparseMethod],
+        patterns: Mapping[str, PrefillPattern] | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.methods = methods
+        self.patterns = {} if patterns is None else patterns
         self.recorder = Recorder(model, cache)
         self._plan: StepPlan | None = None
         self._parts: list[_Part] = []
+        self._patterned: list[tuple[int, PrefillPattern]] = []
         self._order: dict[tuple[int, ...], Tensor] = {}
 
     def select(self, at: LayerStep) -> Selection | None:
@@ -69,6 +77,23 @@ class Controller:
         if self.recorder.is_recording(at.plan):
             self.recorder.on_select(at, merged)
         return merged
+
+    def prefill_masks(self, at: LayerStep) -> dict[int, BlockMask]:
+        """Ask the patterns of the step what its prompt chunks read."""
+        self._split(at.plan)
+        masks: dict[int, BlockMask] = {}
+        for chunk, pattern in self._patterned:
+            if at.spec.kind in pattern.traits.kinds:
+                try:
+                    mask = pattern.pattern(at, chunk)
+                except Exception as error:
+                    _blame(error, at.plan, (chunk,))
+                    raise
+                if mask is not None:
+                    masks[chunk] = mask
+        if masks and self.recorder.is_recording(at.plan):
+            self.recorder.on_masks(at, masks)
+        return masks
 
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
@@ -150,6 +175,11 @@ class Controller:
                 if chunk.purpose is Purpose.DECODE:
                     part.decodes.append(i)
             self._plan, self._parts, self._order = plan, list(parts.values()), {}
+            self._patterned = [
+                (i, self.patterns[chunk.request.prefill])
+                for i, chunk in enumerate(plan.chunks)
+                if _is_prompt(chunk) and chunk.request.prefill in self.patterns
+            ]
         return self._parts
 
     def _acting(self, at: LayerStep, hook: str) -> Iterator[_Part]:
@@ -220,6 +250,11 @@ def _as_slots(selection: Selection, page_size: int) -> Selection:
 
 def _blame(error: BaseException, plan: StepPlan, chunks: Sequence[int]) -> None:
     blame(error, (plan.chunks[i].request.id for i in chunks))
+
+
+def _is_prompt(chunk: Chunk) -> bool:
+    """Not a replay, and not tokens that a preempted request had generated densely."""
+    return chunk.purpose is Purpose.PREFILL and chunk.start < chunk.request.prompt_len
 
 
 def _subplan(plan: StepPlan, chunks: list[int]) -> StepPlan:

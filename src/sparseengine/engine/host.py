@@ -109,7 +109,9 @@ class EngineHost:
         try:
             param = "sparse"
             if message.sparse is not None:
-                self.engine.intake.methods.resolve(message.sparse, message.tokens.size)
+                methods = self.engine.intake.methods
+                methods.resolve(message.sparse, message.tokens.size)
+                methods.resolve_prefill(message.sparse)
             param = None
             self.engine.add_request(
                 message.tokens.tolist(),
@@ -253,6 +255,8 @@ def engine_info(resolved: Resolved, memory: Any) -> EngineInfo:
         max_logprobs=config.runtime.max_logprobs,
         vocab_size=resolved.spec.vocab_size,
         methods=resolved.methods,
+        prefill=resolved.sparse.prefill,
+        prefill_config=dict(resolved.sparse.prefill_config),
         device=str(resolved.device),
         memory=memory.to_dict(),
         memory_text=memory.render(),

@@ -51,6 +51,8 @@ class EngineInfo:
     max_logprobs: int
     vocab_size: int
     methods: tuple[str, ...]
+    prefill: str  # the pattern of requests that name none
+    prefill_config: dict[str, Any]
     device: str
     memory: dict[str, Any]
     memory_text: str

@@ -13,7 +13,7 @@ from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
 from sparseengine.engine.outputs import RequestOutput, Sample
 from sparseengine.engine.record import SparseOutput
-from sparseengine.engine.sampling import Sampler
+from sparseengine.engine.sampling import Drawn, Draws, Sampler
 from sparseengine.errors import ConfigError, SparseEngineError
 
 if TYPE_CHECKING:
@@ -27,17 +27,25 @@ class ForcedSampler(Sampler):
         super().__init__()
         self.forced: dict[int, Sequence[int]] = {}
         self.logits: dict[int, list[Tensor]] = {}
+        self._rows = torch.empty(0)
 
     def force(self, request: Request, tokens: Sequence[int]) -> None:
         """tokens: one for the end of the prefill and one for every decode step."""
         self.forced[request.id] = tokens
         self.logits[request.id] = []
 
-    def needs_logits(self, requests: Sequence[Request]) -> bool:
-        return True
+    def draws(self, requests: Sequence[Request]) -> Draws | None:
+        return None  # captured steps would give tokens without their logits
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-        found = super().sample(logits, requests)
+    def needs_last(self, request: Request) -> bool:
+        return True  # so that no step runs ahead with a token that is about to be replaced
+
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
+        self._rows = logits
+        return super().draw(logits, requests)
+
+    def collect(self, drawn: Drawn, requests: Sequence[Request]) -> list[Sample]:
+        found, logits = super().collect(drawn, requests), self._rows
         for i, request in enumerate(requests):
             if found[i].error is None:
                 step = request.num_generated

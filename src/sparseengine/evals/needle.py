@@ -144,7 +144,7 @@ def run_case(
             right.append(is_exact(text, question.puzzle.answer))
             samples.append(
                 {
-                    "method": case.method,
+                    "method": case.name,
                     "budget": case.budget,
                     "length": length,
                     "text": question.text,
@@ -160,7 +160,7 @@ def run_case(
         reads = seen.bytes_read_per_step
         rows.append(
             {
-                "method": case.method,
+                "method": case.name,
                 "budget": case.budget,
                 "length": length,
                 "prompt_tokens": len(outputs[0].prompt_token_ids),
@@ -171,6 +171,7 @@ def run_case(
                 "accuracy_by_depth": _by_depth(asked, right),
                 "resident_bytes": seen.resident_bytes,
                 "bytes_read_per_step": sum(reads) / len(reads) if reads else None,
+                "prefill_density": seen.prefill_density,
             }
         )
     return rows, samples
@@ -215,6 +216,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         **{f"at {depth}": value for depth, value in row["accuracy_by_depth"].items()},
         "resident": mib(row["resident_bytes"]),
         "read/step": mib(row["bytes_read_per_step"]),
+        "prefill": row["prefill_density"],
     }
 
 

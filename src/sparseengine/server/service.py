@@ -171,6 +171,9 @@ class Service:
             return None
         knobs = dict(given.model_extra or {})
         method = given.method or self.info.methods[0]
+        if "prefill" not in knobs:
+            knobs["prefill"] = self.info.prefill
+            knobs.setdefault("prefill_config", self.info.prefill_config)
         try:
             return SparseParams(
                 method, budget=given.budget, ratio=given.ratio, record=given.record, **knobs
