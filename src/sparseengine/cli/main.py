@@ -16,6 +16,7 @@ COMMANDS = Registry(
     {
         "pull": "sparseengine.cli.pull:COMMAND",
         "generate": "sparseengine.cli.generate:COMMAND",
+        "serve": "sparseengine.server.command:COMMAND",
         "chat": "sparseengine.cli.chat:COMMAND",
         "demo": "sparseengine.cli.demo:COMMAND",
         "methods": "sparseengine.cli.methods:COMMAND",
@@ -28,6 +29,7 @@ COMMANDS = Registry(
         "bench capacity": "sparseengine.bench.capacity:COMMAND",
         "bench memory": "sparseengine.bench.memory:COMMAND",
         "bench latency": "sparseengine.bench.latency:COMMAND",
+        "bench serve": "sparseengine.bench.serve:COMMAND",
         "bench replay": "sparseengine.bench.latency:REPLAY",
         "bench kernels": "sparseengine.bench.kernels_command:COMMAND",
         "bench tune": "sparseengine.bench.tune_command:COMMAND",
@@ -38,6 +40,7 @@ COMMANDS = Registry(
 SUMMARIES = {
     "pull": "fetch a small model into the cache folder",
     "generate": "complete a prompt from -p, a file or standard input",
+    "serve": "serve a model over HTTP, as OpenAI's and Anthropic's clients expect it",
     "chat": "talk to a model in the terminal",
     "demo": "find a fact in a long text, dense and with four sparse methods",
     "methods": "list the sparse methods with traits and knobs",
@@ -50,6 +53,7 @@ SUMMARIES = {
     "bench capacity": "compute how many requests each method admits, and what tables cost",
     "bench memory": "check the start-up memory table against what is really held",
     "bench latency": "measure waiting times of requests that arrive at a rate",
+    "bench serve": "measure waiting times of a running server's clients",
     "bench replay": "measure waiting times of a trace of requests",
     "bench kernels": "measure every kernel on this GPU against what it must move",
     "bench tune": "measure launch shapes of kernels on this GPU, for --tuning-file",

@@ -16,6 +16,7 @@ from sparseengine.core.plan import Chunk, Purpose, StepPlan
 from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import BlockMask, Keep, Selection
+from sparseengine.engine.faults import attempt, blame
 from sparseengine.engine.record import Recorder
 from sparseengine.errors import UnsupportedError
 
@@ -65,7 +66,11 @@ class Controller:
         found: list[tuple[list[int], Selection]] = []
         for part in self._acting(at, "select"):
             if part.decodes:
-                selection = part.method.select(self._narrow(at, part.decodes))
+                try:
+                    selection = part.method.select(self._narrow(at, part.decodes))
+                except Exception as error:
+                    _blame(error, at.plan, part.decodes)
+                    raise
                 if selection is not None:
                     found.append((part.decodes, selection))
         merged = self._merge(at, found) if found else None
@@ -79,7 +84,11 @@ class Controller:
         masks: dict[int, BlockMask] = {}
         for chunk, pattern in self._patterned:
             if at.spec.kind in pattern.traits.kinds:
-                mask = pattern.pattern(at, chunk)
+                try:
+                    mask = pattern.pattern(at, chunk)
+                except Exception as error:
+                    _blame(error, at.plan, (chunk,))
+                    raise
                 if mask is not None:
                     masks[chunk] = mask
         if masks and self.recorder.is_recording(at.plan):
@@ -88,14 +97,22 @@ class Controller:
 
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
-            part.method.observe(self._narrow(at, part.chunks))
+            try:
+                part.method.observe(self._narrow(at, part.chunks))
+            except Exception as error:
+                _blame(error, at.plan, part.chunks)
+                raise
 
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """A step of decodes ran as a captured graph; lens: the longest row of each chunk."""
         for part in self._split(plan):
             if _overrides(part.method, "replayed"):
                 chosen = [lens[i] for i in part.chunks]
-                part.method.replayed(_subplan(plan, part.chunks), chosen)
+                try:
+                    part.method.replayed(_subplan(plan, part.chunks), chosen)
+                except Exception as error:
+                    _blame(error, plan, part.chunks)
+                    raise
 
     def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         for part in self._acting(at, "layer_end"):
@@ -103,7 +120,11 @@ class Controller:
                 hidden, extra = hidden + extra, None
             sub = self._narrow(at, part.chunks)
             rows = [hidden[slice(*at.span(i))] for i in part.chunks]
-            part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
+            try:
+                part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
+            except Exception as error:
+                _blame(error, at.plan, part.chunks)
+                raise
 
     def end_step(self, plan: StepPlan) -> None:
         """Truncate replays, weigh, evict, apply, seal, in this order: summaries follow eviction."""
@@ -117,7 +138,11 @@ class Controller:
                 layers = partial(self._stored, part)
                 part.method.weigh(_subplan(plan, part.chunks), layers)
             if _overrides(part.method, "evict"):
-                keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
+                try:
+                    keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
+                except Exception as error:
+                    _blame(error, plan, part.chunks)
+                    raise
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
@@ -137,7 +162,7 @@ class Controller:
     def forget(self, request_id: int) -> None:
         """The request ended or was preempted."""
         for method in self.methods.values():
-            method.forget(request_id)
+            attempt(partial(method.forget, request_id))
 
     def _apply(self, keeps: Sequence[Keep]) -> None:
         if keeps:
@@ -230,6 +255,10 @@ def _as_slots(selection: Selection, page_size: int) -> Selection:
     index = selection.index[..., None]
     slots = index * page_size + torch.arange(page_size, dtype=torch.int32, device=index.device)
     return Selection(torch.where(index >= 0, slots, -1).flatten(2), "slot")
+
+
+def _blame(error: BaseException, plan: StepPlan, chunks: Sequence[int]) -> None:
+    blame(error, (plan.chunks[i].request.id for i in chunks))
 
 
 def _is_prompt(chunk: Chunk) -> bool:

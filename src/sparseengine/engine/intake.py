@@ -85,6 +85,8 @@ def _key(name: str, knobs: Mapping[str, Any]) -> str:
 
 
 def _is_integer(value: object) -> bool:
+    if type(value) is int:  # the quick way: a long prompt asks once per token
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
