@@ -27,6 +27,7 @@ COMMANDS = Registry(
         "bench latency": "sparseengine.bench.latency:COMMAND",
         "bench replay": "sparseengine.bench.latency:REPLAY",
         "bench kernels": "sparseengine.bench.kernels_command:COMMAND",
+        "eval ruler": "sparseengine.evals.ruler:COMMAND",
         "eval needle": "sparseengine.evals.needle:COMMAND",
         "eval agree": "sparseengine.evals.agree:COMMAND",
     },
@@ -45,6 +46,7 @@ SUMMARIES = {
     "bench latency": "measure waiting times of requests that arrive at a rate",
     "bench replay": "measure waiting times of a trace of requests",
     "bench kernels": "measure every kernel on this GPU against what it must move",
+    "eval ruler": "long texts with questions: retrieval, tracing, counting, in three protocols",
     "eval needle": "find a number in a long text, by method, budget, length and depth",
     "eval agree": "measure how far a method's next-token distributions are from dense ones",
 }

@@ -63,7 +63,12 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every method: 512 is tokens, 0.25 a fraction of the prompt [default: 0.25]",
     )
     parser.add_argument(
-        "--num-texts", type=positive, default=3, metavar="N", help="different texts [default: 3]"
+        "--num-texts",
+        "--samples",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="different texts [default: 3]",
     )
     parser.add_argument(
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
