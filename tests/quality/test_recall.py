@@ -9,6 +9,7 @@ tests/data/recall holds small models (scripts/train_recall.py) that look up valu
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from fixtures.recall import ASK, QUESTION, make_recall
 from sparseengine.core.params import SparseParams
+from sparseengine.core.specs import LayerKind
 from sparseengine.errors import UnsupportedError
 from sparseengine.evals.forced import forced_logits
 from sparseengine.llm import LLM
@@ -26,7 +28,7 @@ from sparseengine.methods import METHODS
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "recall"
 MODELS = ("gqa", "moe", "mla", "window")
 CONTEXT, PAIRS, RATIO = 192, 16, 0.25
-TEXTS, QUESTIONS = 12, 4
+TEXTS, QUESTIONS = 24, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Accuracy:
     later: float
 
 
-def knobs_of(name: str) -> dict[str, Any]:
+def knobs_of(model: str, name: str) -> dict[str, Any]:
     """What suits models of few layers and short texts, where the defaults do not."""
     known = {f.name: f.default for f in fields(METHODS.get(name).config_class)}
     knobs: dict[str, Any] = {k: 8 for k in ("recent", "window") if (known.get(k) or 0) > 8}
@@ -43,13 +45,18 @@ def knobs_of(name: str) -> dict[str, Any]:
         knobs["dense_layers"] = 0
     if "skip_layers" in known:
         knobs["skip_layers"] = ()
+    if "filter_layers" in known:  # the last layer alone looks up
+        config = json.loads((FOLDER / model / "config.json").read_text())
+        knobs["filter_layers"] = (config["num_hidden_layers"] - 1,)
+    if "scorer" in known:  # the scorer's own
+        knobs["window"] = 8
     return knobs
 
 
 def measure(model: str, name: str) -> Accuracy | None:
     """None where the method cannot run on the model."""
     takes = METHODS.get(name).traits.takes != "none"
-    knobs = knobs_of(name)
+    knobs = knobs_of(model, name)
     try:
         llm = LLM(
             str(FOLDER / model),
@@ -86,3 +93,58 @@ def measure(model: str, name: str) -> Accuracy | None:
 def measure_all(model: str) -> dict[str, Accuracy]:
     found = {name: measure(model, name) for name in METHODS}
     return {name: accuracy for name, accuracy in found.items() if accuracy is not None}
+
+
+# At least (seen, later) on every checkpoint. With the question in the window nothing that matters
+# is lost; without it only scores that do not ask the last queries keep what is asked for later.
+KEEPS = {
+    "snapkv": (0.9, 0.2),
+    "adakv": (0.9, 0.2),
+    "tova": (0.8, 0.0),
+    "kvzip": (0.95, 0.75),
+    "rkv": (0.75, 0.6),
+    "keydiff": (0.5, 0.5),
+    "double_sparsity": (0.95, 0.85),
+    "omnikv": (0.9, 0.85),
+}
+ASKS_LAST_QUERIES = ("snapkv", "tova")
+CONTROLS = ("random", "streaming_llm")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def found(request: pytest.FixtureRequest) -> dict[str, Accuracy]:
+    return measure_all(request.param)
+
+
+def test_dense_recalls(found: dict[str, Accuracy]) -> None:
+    assert min(found["full"].seen, found["full"].later) >= 0.95
+
+
+def test_controls_lose_what_they_drop(found: dict[str, Accuracy]) -> None:
+    """A quarter at random, or none in the middle: the checkpoints have something to lose."""
+    for name in CONTROLS:
+        assert max(found[name].seen, found[name].later) <= 0.4, name
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_a_method_keeps_what_it_should(found: dict[str, Accuracy], name: str) -> None:
+    if name not in found:
+        assert METHODS.get(name).traits.kinds == {LayerKind.FULL}, "it acts on latent layers, too"
+        return
+    seen, later = KEEPS[name]
+    assert found[name].seen >= seen
+    assert found[name].later >= later
+    best = max(found[control].seen for control in CONTROLS)
+    assert found[name].seen >= best + 0.3
+
+
+def test_the_last_queries_do_not_know_later_questions(found: dict[str, Accuracy]) -> None:
+    for name in ASKS_LAST_QUERIES:
+        assert found[name].later <= found[name].seen - 0.2, name
+
+
+def test_every_method_was_measured(found: dict[str, Accuracy]) -> None:
+    """Those left out act on no layer of the checkpoint."""
+    assert set(METHODS) - set(found) <= {
+        name for name in METHODS if LayerKind.LATENT not in METHODS.get(name).traits.kinds
+    }

@@ -39,6 +39,8 @@ def draw(path: Path, points: Sequence[Point], *, quality: str, log: bool = False
     except ImportError:
         note(f"no {path.name}: it needs matplotlib; pip install 'sparseengine[plots]'")
         return
+    if not points:
+        return
     panels = list(dict.fromkeys(point.panel for point in points))
     methods = list(dict.fromkeys(point.method for point in points))
     figure = Figure(figsize=(11, 0.6 + 3.6 * len(panels)), layout="constrained")

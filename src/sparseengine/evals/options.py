@@ -74,7 +74,14 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+        "--output",
+        metavar="DIR",
+        help="write run_info.json, raw.jsonl, aggregate.json and plot.svg there",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run that --output holds, with the same settings",
     )
     add_engine_arguments(parser, skip=_SPARSE)
 

@@ -130,11 +130,6 @@ class Ruler:
             help="most tokens of an answer [default: the task's, 30 to 128]",
         )
         add("--text-seed", type=int, default=0, metavar="N", help="of the texts [default: 0]")
-        add(
-            "--resume",
-            action="store_true",
-            help="go on with the run that --output holds, with the same settings",
-        )
         add_eval_arguments(parser)
 
     def run(self, args: argparse.Namespace) -> int:
