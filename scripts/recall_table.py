@@ -1,7 +1,11 @@
-"""Write docs/results/recall.md: every method on the recall checkpoints (tests/quality)."""
+"""Write docs/results/recall.md and .jsonl: every method on the recall checkpoints.
+
+`make generate` puts the figures on the page of methods. tests/quality holds the measurement.
+"""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -45,6 +49,13 @@ def main() -> int:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    rows = {
+        name: {m: [round(found[m][name].seen, 2), round(found[m][name].later, 2)] for m in runs}
+        for name in METHODS
+        if (runs := [m for m in recall.MODELS if name in found[m]])
+    }
+    text = "".join(f"{json.dumps({'method': name, **row})}\n" for name, row in rows.items())
+    PAGE.with_suffix(".jsonl").write_text(text, encoding="utf-8")
     return 0
 
 

@@ -25,7 +25,8 @@ from sparseengine.evals.forced import forced_logits
 from sparseengine.llm import LLM
 from sparseengine.methods import METHODS
 
-FOLDER = Path(__file__).resolve().parents[1] / "data" / "recall"
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "tests" / "data" / "recall"
 MODELS = ("gqa", "moe", "mla", "window")
 CONTEXT, PAIRS, RATIO = 192, 16, 0.25
 TEXTS, QUESTIONS = 24, 4
@@ -112,8 +113,13 @@ CONTROLS = ("random", "streaming_llm")
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def found(request: pytest.FixtureRequest) -> dict[str, Accuracy]:
-    return measure_all(request.param)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def found(model: str) -> dict[str, Accuracy]:
+    return measure_all(model)
 
 
 def test_dense_recalls(found: dict[str, Accuracy]) -> None:
@@ -141,6 +147,15 @@ def test_a_method_keeps_what_it_should(found: dict[str, Accuracy], name: str) ->
 def test_the_last_queries_do_not_know_later_questions(found: dict[str, Accuracy]) -> None:
     for name in ASKS_LAST_QUERIES:
         assert found[name].later <= found[name].seen - 0.2, name
+
+
+def test_the_published_figures_are_these(model: str, found: dict[str, Accuracy]) -> None:
+    """After a change that means to change them: python scripts/recall_table.py."""
+    lines = (ROOT / "docs" / "results" / "recall.jsonl").read_text().splitlines()
+    published = {row["method"]: row[model] for row in map(json.loads, lines) if model in row}
+    for name in found.keys() & published.keys():
+        measured = [found[name].seen, found[name].later]
+        assert measured == pytest.approx(published[name], abs=0.13), name
 
 
 def test_every_method_was_measured(found: dict[str, Accuracy]) -> None:
