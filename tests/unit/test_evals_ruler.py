@@ -305,6 +305,9 @@ def test_ruler_measures_resumes_and_draws(capsys, model, tmp_path) -> None:
     status, _, err = run(capsys, *flags, "--text-seed", "1", "--resume")
     assert status == 2
     assert "text_seed=0, not 1" in err
+    status, _, err = run(capsys, *flags, "--block-size", "8", "--resume")
+    assert status == 2
+    assert "engine_block_size=None, not '8'" in err
 
 
 def test_a_journal_refuses_what_is_damaged(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.console import engine_config, note, positive
+from sparseengine.console import note, positive
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.evals.chart import Point, draw
 from sparseengine.evals.journal import Journal
@@ -35,6 +35,7 @@ from sparseengine.evals.options import (
     finish,
     leave_out,
     mib,
+    settings_of,
 )
 
 if TYPE_CHECKING:
@@ -76,12 +77,10 @@ class Agree:
         cases = cases_of(args)
         folder = None if args.output is None else make_folder(args.output)
         facts = {
-            "model": engine_config(args).model.model,
-            "texts": args.num_texts,
+            **settings_of(args),
             "input_len": args.input_len,
             "output_len": args.output_len,
             "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "hyper_params": args.hyper_params,
         }
         journal = Journal(folder, facts, resume=args.resume)
         dense: list[Tensor] = []

@@ -11,7 +11,7 @@ it. The text and the question are tokenised apart in every protocol, so all see 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +115,9 @@ def ask(
     return [_answers(llm, job, output, answer_tokens) for job, output in pairs]
 
 
-def _is_complete(llm: LLM, query: Query) -> Any:
+def _is_complete(llm: LLM, query: Query) -> Callable[[Sequence[int]], bool]:
     def is_complete(tokens: Sequence[int]) -> bool:
-        text: str = llm.tokenizer.decode(tokens, skip_special_tokens=True)
+        text: str = llm.tokenizer.decode(list(tokens), skip_special_tokens=True)
         return query.score(text) == 1.0
 
     return is_complete

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.console import engine_config, note
+from sparseengine.console import note
 from sparseengine.core.params import SamplingParams
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.evals.chart import Point, draw
@@ -29,6 +29,7 @@ from sparseengine.evals.options import (
     finish,
     leave_out,
     mib,
+    settings_of,
 )
 from sparseengine.evals.options import sizes as sizes_of
 from sparseengine.longtext import Puzzle, make_puzzle
@@ -79,12 +80,7 @@ class Needle:
         lengths, places = sizes_of("--lengths", args.lengths), depths(args.depths)
         cases = cases_of(args)
         folder = None if args.output is None else make_folder(args.output)
-        facts = {
-            "model": engine_config(args).model.model,
-            "texts": args.num_texts,
-            "depths": places,
-            "hyper_params": args.hyper_params,
-        }
+        facts = {**settings_of(args), "depths": places}
         journal = Journal(folder, facts, resume=args.resume)
         skipped: dict[str, str] = {}
         is_open = [c for c in cases if any(key_of(c, n) not in journal for n in lengths)]

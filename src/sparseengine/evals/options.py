@@ -86,6 +86,21 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser, skip=_SPARSE)
 
 
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What every evaluation must not change when it is resumed, engine flags among it."""
+    flags = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name.startswith("engine_") and value is not None
+    }
+    return {
+        "model": engine_config(args).model.model,
+        "texts": args.num_texts,
+        "hyper_params": args.hyper_params,
+        **flags,
+    }
+
+
 def sizes(flag: str, text: str) -> tuple[int, ...]:
     """Numbers of tokens, joined by commas."""
     try:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
-from sparseengine.console import engine_config, note, positive
+from sparseengine.console import note, positive
 from sparseengine.errors import ConfigError, RequestError, nearest
 from sparseengine.evals.asking import MULTI_QUESTION, PROTOCOLS, Job, ask, make_job, split_prompt
 from sparseengine.evals.chart import Point, draw
@@ -32,6 +32,7 @@ from sparseengine.evals.options import (
     engines,
     finish,
     leave_out,
+    settings_of,
 )
 from sparseengine.evals.options import sizes as sizes_of
 from sparseengine.evals.tasks import TASKS, Text, fit
@@ -139,7 +140,12 @@ class Ruler:
         cells = cells_of(args, skipped)
         cases = cases_of(args)
         folder = None if args.output is None else make_folder(args.output)
-        facts = settings_of(args)
+        facts = {
+            **settings_of(args),
+            "questions": args.questions,
+            "answer_tokens": args.answer_tokens,
+            "text_seed": args.text_seed,
+        }
         journal = Journal(folder, facts, resume=args.resume)
         texts = Texts(
             num_texts=args.num_texts,
@@ -188,18 +194,6 @@ def names_of(flag: str, text: str, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise ConfigError(f"{flag} {name!r} is unknown; {nearest(name, known)}")
     return names
-
-
-def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """What must not change when a run is resumed."""
-    return {
-        "model": engine_config(args).model.model,
-        "texts": args.num_texts,
-        "questions": args.questions,
-        "answer_tokens": args.answer_tokens,
-        "text_seed": args.text_seed,
-        "hyper_params": args.hyper_params,
-    }
 
 
 def run_case(llm: LLM, case: Case, cells: Sequence[Cell], texts: Texts, journal: Journal) -> None:
