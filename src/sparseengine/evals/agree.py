@@ -104,8 +104,8 @@ class Agree:
         info = {**facts, "skipped": skipped}
         finish("agree", folder, info, raw, rows, [shown(row) for row in rows], FOOTNOTE)
         if folder is not None:
-            sparse = [point(row) for row in rows if row["kl_mean"] > 0]
-            draw(folder / "plot.svg", sparse, quality="KL from dense, nats", log=True)
+            points = [point(row) for row in rows]
+            draw(folder / "plot.svg", points, quality="KL from dense, nats", log=True)
         return 0
 
 

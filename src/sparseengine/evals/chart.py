@@ -10,6 +10,7 @@ from typing import Any
 from sparseengine.console import note
 
 _BYTES = (("resident", "KV bytes held per token"), ("read", "KV bytes read per step and token"))
+_LINEAR = 1e-3  # below it a logarithmic axis is linear
 _MARKS = "osD^vP*X<>pd"
 
 
@@ -30,7 +31,8 @@ class Point:
 def draw(path: Path, points: Sequence[Point], *, quality: str, log: bool = False) -> None:
     """Two pictures for each panel: quality over bytes held, and over bytes read.
 
-    Points of one method are joined. Without matplotlib there is a note and no picture.
+    Points of one method are joined. `log` suits what is 0 for dense. Without matplotlib there is a
+    note and no picture.
     """
     try:
         import matplotlib
@@ -58,7 +60,8 @@ def draw(path: Path, points: Sequence[Point], *, quality: str, log: bool = False
             axis.grid(visible=True, alpha=0.3)
             axis.set_xlim(left=0)
             if log:
-                axis.set_yscale("log")
+                axis.set_yscale("symlog", linthresh=_LINEAR)  # dense is at 0
+                axis.set_ylim(0, 1.5 * max(_LINEAR, *(p.quality for p in points)))
         row[0].set_ylabel(quality)
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", fontsize=8)
