@@ -55,7 +55,8 @@ def main() -> int:
         "up in the last one, so a method that gives the last layers less has a hard time, and so "
         "has one that chooses whole pages: three of twelve, the first and the last among them.",
         "",
-        f"No better than {CONTROL} with the question seen, over all models: {', '.join(weak(found))}.",
+        f"No better than {CONTROL} with the question seen, over all models: "
+        f"{', '.join(weak(found))}.",
         "",
         "| method | " + " | ".join(recall.MODELS) + " |",
         "|---|" + "---|" * len(recall.MODELS),
