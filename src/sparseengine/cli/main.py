@@ -33,6 +33,7 @@ COMMANDS = Registry(
         "bench replay": "sparseengine.bench.latency:REPLAY",
         "bench kernels": "sparseengine.bench.kernels_command:COMMAND",
         "bench tune": "sparseengine.bench.tune_command:COMMAND",
+        "eval ruler": "sparseengine.evals.ruler:COMMAND",
         "eval needle": "sparseengine.evals.needle:COMMAND",
         "eval agree": "sparseengine.evals.agree:COMMAND",
     },
@@ -57,6 +58,7 @@ SUMMARIES = {
     "bench replay": "measure waiting times of a trace of requests",
     "bench kernels": "measure every kernel on this GPU against what it must move",
     "bench tune": "measure launch shapes of kernels on this GPU, for --tuning-file",
+    "eval ruler": "long texts with questions: retrieval, tracing, counting, in three protocols",
     "eval needle": "find a number in a long text, by method, budget, length and depth",
     "eval agree": "measure how far a method's next-token distributions are from dense ones",
 }

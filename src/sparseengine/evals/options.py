@@ -81,15 +81,42 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every method: 512 is tokens, 0.25 a fraction of the prompt [default: 0.25]",
     )
     parser.add_argument(
-        "--num-texts", type=positive, default=3, metavar="N", help="different texts [default: 3]"
+        "--num-texts",
+        "--samples",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="different texts [default: 3]",
     )
     parser.add_argument(
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+        "--output",
+        metavar="DIR",
+        help="write run_info.json, raw.jsonl, aggregate.json and plot.svg there",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run that --output holds, with the same settings",
     )
     add_engine_arguments(parser, skip=_SPARSE)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What every evaluation must not change when it is resumed, engine flags among it."""
+    flags = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name.startswith("engine_") and value is not None
+    }
+    return {
+        "model": engine_config(args).model.model,
+        "texts": args.num_texts,
+        "hyper_params": args.hyper_params,
+        **flags,
+    }
 
 
 def sizes(flag: str, text: str) -> tuple[int, ...]:
