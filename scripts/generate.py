@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -85,7 +86,7 @@ def config_page() -> str:
 def methods_page() -> str:
     from sparseengine.methods import describe_methods
 
-    rows = describe_methods()
+    rows, recall = describe_methods(), measured_recall()
     parts = [HEADER, "# Sparse methods\n", _overview(rows), ""]
     for row in rows:
         parts.append(f"## {row['name']}\n\n{row['summary']}\n")
@@ -94,7 +95,42 @@ def methods_page() -> str:
         if row["knobs"]:
             knobs = [[f"`{k['name']}`", k["default"], k["doc"]] for k in row["knobs"]]
             parts.append(markdown_table(["knob", "default", "meaning"], knobs) + "\n")
+        if row["name"] in recall:
+            parts.append(recall[row["name"]] + "\n")
     return "\n".join(parts)
+
+
+def prefill_page() -> str:
+    from sparseengine.methods.prefill import describe_patterns
+
+    rows = describe_patterns()
+    columns = ["name", "aliases", "chunking does not matter", "acts on"]
+    lines: list[list[object]] = [
+        [row["name"], ", ".join(row["aliases"]), row["traits"]["invariant"],
+         _plain(row["traits"]["kinds"])]
+        for row in rows
+    ]  # fmt: skip
+    parts = [HEADER, "# Prefill patterns\n", markdown_table(columns, lines), ""]
+    for row in rows:
+        parts.append(f"## {row['name']}\n\n{row['text']}\n")
+        if row["knobs"]:
+            knobs = [[f"`{k['name']}`", k["default"], k["doc"]] for k in row["knobs"]]
+            parts.append(markdown_table(["knob", "default", "meaning"], knobs) + "\n")
+    return "\n".join(parts)
+
+
+def measured_recall() -> dict[str, str]:
+    """A line for each method that docs/results/recall.jsonl has."""
+    lines = (ROOT / "docs" / "results" / "recall.jsonl").read_text(encoding="utf-8").splitlines()
+    found = {}
+    for data in map(json.loads, lines):
+        name = data.pop("method")
+        values = ", ".join(f"{model} {a:.2f} / {b:.2f}" for model, (a, b) in data.items())
+        found[name] = (
+            f"Measured: right on the [recall checkpoints](../results/recall.md) with a quarter of "
+            f"the KV, question seen / later: {values}."
+        )
+    return found
 
 
 def _plain(value: Any) -> str:
@@ -157,6 +193,7 @@ PAGES = {
     "cli.md": cli_page,
     "config.md": config_page,
     "methods.md": methods_page,
+    "prefill.md": prefill_page,
     "models.md": models_page,
 }
 

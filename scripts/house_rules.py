@@ -49,8 +49,10 @@ def sizes() -> list[str]:
 def method_names() -> list[str]:
     """No sparse method is named outside methods/: nothing there may depend on which one it is."""
     from sparseengine.methods import METHODS
+    from sparseengine.methods.prefill import PATTERNS
 
-    names = {n for m in METHODS for n in (m, *METHODS.aliases(m))} - NEUTRAL
+    registries = (METHODS, PATTERNS)
+    names = {n for r in registries for m in r for n in (m, *r.aliases(m))} - NEUTRAL
     words = re.compile(r"(?<![A-Za-z])(" + "|".join(sorted(names - ENGLISH)) + r")(?![A-Za-z])")
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):

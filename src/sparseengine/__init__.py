@@ -9,13 +9,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sparseengine.async_llm import AsyncLLM
     from sparseengine.core.params import SamplingParams, SparseParams, StructuredOutputs
     from sparseengine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "SparseParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "SamplingParams", "SparseParams", "StructuredOutputs", "__version__"]
 
 _HOMES = {
+    "AsyncLLM": "sparseengine.async_llm",
     "LLM": "sparseengine.llm",
     "SamplingParams": "sparseengine.core.params",
     "SparseParams": "sparseengine.core.params",

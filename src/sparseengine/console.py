@@ -112,8 +112,18 @@ def add_sampling_arguments(
             )
 
 
+def given_engine_flags(args: argparse.Namespace) -> list[str]:
+    """Names of the engine flags on the command line."""
+    return [n for n, v in vars(args).items() if n.startswith(_ENGINE) and v is not None]
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams the flags ask for. Raises `RequestError` for values out of range."""
+    return SamplingParams.from_dict(given_sampling(args))
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """Sampling fields by name, those with a flag or a default."""
     values: dict[str, Any] = {}
     for flag in SAMPLING_FLAGS:
         value = getattr(args, _SAMPLING + flag.name, None)
@@ -125,7 +135,7 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         elif flag.kind is tuple:
             value = _token_ids(name, value)
         values[flag.name] = value
-    return SamplingParams.from_dict(values)
+    return values
 
 
 def _json_object(flag: str, text: str) -> dict[int, float]:
@@ -149,7 +159,13 @@ def sparse_params(config: EngineConfig, *, record: bool = False) -> SparseParams
     """The engine's default method as a request's parameters."""
     sparse = config.sparse
     return SparseParams(
-        sparse.method, budget=sparse.budget, ratio=sparse.ratio, record=record, **sparse.knobs
+        sparse.method,
+        budget=sparse.budget,
+        ratio=sparse.ratio,
+        record=record,
+        prefill=sparse.prefill,
+        prefill_config=sparse.prefill_knobs,
+        **sparse.knobs,
     )
 
 

@@ -32,6 +32,7 @@ VARIABLES: tuple[Variable, ...] = (
         doc="where `pull` stores models (default: $XDG_CACHE_HOME/sparseengine or "
         "~/.cache/sparseengine)",
     ),
+    Variable(name="SPARSEENGINE_API_KEY", doc="a key that clients of `serve` must send"),
     Variable(name="SPARSEENGINE_DEVICE", doc="where to run", path="runtime.device"),
     Variable(
         name="SPARSEENGINE_ATTENTION_BACKEND",
@@ -77,6 +78,21 @@ def cache_dir() -> Path:
         return Path(own).expanduser()
     shared = _read("XDG_CACHE_HOME")
     return (Path(shared) if shared else Path.home() / ".cache") / "sparseengine"
+
+
+def api_key() -> str | None:
+    """The key that clients of a server must send, beside those of --api-key."""
+    return _read("SPARSEENGINE_API_KEY")
+
+
+def bound_kernel_caches() -> None:
+    """For processes started from here: torch's CPU kernels are kept for 64 shapes, not 1,024.
+
+    A server meets every shape there is, and each takes a few hundred kilobytes. What the user has
+    set stays.
+    """
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
 
 
 def triton_interpreted() -> bool:

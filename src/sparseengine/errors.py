@@ -15,7 +15,11 @@ class ConfigError(SparseEngineError, ValueError):
 
 
 class RequestError(SparseEngineError, ValueError):
-    """One request is wrong; the engine and the other requests go on."""
+    """One request is wrong; the engine and the other requests go on. `param` may name the field."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class CapacityError(RequestError):

@@ -16,26 +16,17 @@ from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput
 from sparseengine.engine.structured import result_of
 from sparseengine.errors import RequestError, SparseEngineError
+from sparseengine.prompts import Message, Prompts, default_sampling_params
 from sparseengine.resolve import explain, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
 _P = TypeVar("_P")
-
-# generation_config.json's names -> ours
-_DEFAULTS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
 
 
 class LLM:
     """A model that answers prompts in batches. Engine arguments carry vLLM's names, plus
-    `sparse_method`, `kv_budget`, `sparse_config` and `enable_methods` (see docs/config).
+    `sparse_method`, `kv_budget`, `sparse_config`, `enable_methods`, `sparse_prefill` and
+    `sparse_prefill_config` (see docs/reference/config.md).
 
     The start-up memory table goes to stderr unless `quiet`. Close it, or use it as a context
     manager, to give the memory back. Raises `ConfigError` for wrong arguments and damaged models.
@@ -55,6 +46,7 @@ class LLM:
         self._engine: Engine | None = None
         self.resolved = resolve(config)
         self._engine, self.tokenizer, self.memory = build_engine(self.resolved)
+        self._prompts = Prompts(self.tokenizer, self.resolved.source.name)
         if not quiet:
             print(self.memory.render(), file=sys.stderr)
 
@@ -100,7 +92,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
             )
-            ids = self._encode_chat(text)
+            ids = self._prompts.encode_chat(text)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self._run(self._prepare(prompts, sampling_params, sparse_params), use_tqdm)
 
@@ -136,7 +128,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """`stream` for one conversation."""
         text = self.render_chat(messages)
-        prompt = {"prompt": text, "prompt_token_ids": self._encode_chat(text)}
+        prompt = {"prompt": text, "prompt_token_ids": self._prompts.encode_chat(text)}
         return self.stream(prompt, sampling_params, sparse_params)
 
     def render_chat(
@@ -149,38 +141,16 @@ class LLM:
     ) -> str:
         """The prompt text of a conversation. Raises `RequestError` without a chat template."""
         self._live()
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this model has none")
-        if chat_template is None and not getattr(self.tokenizer, "chat_template", None):
-            raise RequestError(
-                f"the tokenizer of {self.resolved.source.name!r} has no chat template; give one "
-                "(chat_template=, --chat-template) or use generate"
-            )
-        if not messages:
-            raise RequestError("messages=[] is not allowed; give at least one message")
-        from jinja2 import TemplateError
-
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages],
-                tools=None if tools is None else [dict(t) for t in tools],
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
-            )
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
-            raise RequestError(f"the chat template refuses these messages: {error}") from error
-        return str(text)
+        return self._prompts.render_chat(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+        )
 
     def default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means: the model's generation_config over the defaults."""
-        given = self.resolved.source.generation_config
-        values = {
-            ours: given[theirs]
-            for theirs, ours in _DEFAULTS.items()
-            if given.get(theirs) is not None
-        }
-        return SamplingParams(**values)
+        return default_sampling_params(self.resolved.source.generation_config)
 
     # ── state ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -254,35 +224,13 @@ class LLM:
                 )
             prompt = text
         if isinstance(prompt, str):
-            return prompt, self._encode(prompt)
+            return prompt, self._prompts.encode(prompt)
         if not isinstance(prompt, Sequence):
             raise RequestError(
                 f"a prompt of type {type(prompt).__name__} is not allowed; give text or token ids"
             )
         ids = [*prompt]
         return None, ids
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of a text: special tokens as the tokenizer adds them, but never two BOS."""
-        if self.tokenizer is None:
-            raise RequestError("text prompts need a tokenizer, and this model has none")
-        ids = list(self.tokenizer.encode(text))
-        bos = self.tokenizer.bos_token_id
-        while bos is not None and ids[:2] == [bos, bos]:
-            del ids[0]
-        return ids
-
-    def _encode_chat(self, text: str) -> list[int]:
-        """A rendered conversation: the template writes the special tokens.
-
-        A BOS that the tokenizer would add and the template left out is put in front.
-        """
-        ids = list(self.tokenizer.encode(text, add_special_tokens=False))
-        bos = self.tokenizer.bos_token_id
-        adds_bos = bos is not None and list(self.tokenizer.encode(""))[:1] == [bos]
-        if adds_bos and ids[:1] != [bos]:
-            ids.insert(0, bos)
-        return ids
 
     def _run(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[RequestOutput]:
         """Drive the engine until these requests have ended; aborts them when interrupted."""

@@ -42,6 +42,11 @@ _SHAPES: tuple[Callable[[random.Random], str], ...] = (
 )
 
 
+def make_sentence(rng: random.Random) -> str:
+    """One sentence of such prose."""
+    return rng.choice(_SHAPES)(rng)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Puzzle:
     """A chat message that ends with a question, and the answer that its text holds."""
@@ -70,7 +75,7 @@ def make_puzzle(
     sentences: list[str] = []
     have = count(fact) + count(question)
     while have < num_tokens:
-        sentence = rng.choice(_SHAPES)(rng)
+        sentence = make_sentence(rng)
         have += count(" " + sentence)
         sentences.append(sentence)
     sentences.insert(int(len(sentences) * depth), fact)

@@ -97,7 +97,8 @@ def line_plot(title: str, x: Axis, y: Axis, series: Mapping[str, Points], note: 
             _marker(marker, a, b, colour, f"{name}: {short(px)}, {py:.4g}")
             for (a, b), (px, py) in zip(at, line, strict=True)
         ]
-        row, left = _TOP + 10 + 20 * i, WIDTH - _RIGHT + 20
+        apart = min(20.0, (HEIGHT - _TOP - 20) / len(shown))
+        row, left = _TOP + 10 + apart * i, WIDTH - _RIGHT + 20
         parts.append(_marker(marker, left, row, colour, name))
         parts.append(_text(left + 12, row + 4, name, anchor="start"))
     body = "\n".join(parts)
@@ -105,6 +106,20 @@ def line_plot(title: str, x: Axis, y: Axis, series: Mapping[str, Points], note: 
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'viewBox="0 0 {WIDTH} {HEIGHT}" font-family="system-ui, sans-serif" font-size="12">\n'
         f'<rect width="100%" height="100%" fill="{_SURFACE}"/>\n{body}\n</svg>\n'
+    )
+
+
+def grid(plots: Sequence[str], columns: int) -> str:
+    """Several plots in one document, row by row."""
+    rows = -(-len(plots) // columns)
+    cells = "".join(
+        plot.replace("<svg ", f'<svg x="{WIDTH * (i % columns)}" y="{HEIGHT * (i // columns)}" ', 1)
+        for i, plot in enumerate(plots)
+    )
+    width, height = WIDTH * min(columns, len(plots)), HEIGHT * rows
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}">\n{cells}</svg>\n'
     )
 
 

@@ -7,11 +7,12 @@ that a model cannot carry, backends that cannot run. Nothing after this reads th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
+from sparseengine.attention import BACKENDS
 from sparseengine.attention.caps import device_caps
 from sparseengine.attention.routes import RouteDecision, choose_backend
 from sparseengine.cache.plan import merge_plans
@@ -19,9 +20,11 @@ from sparseengine.config import EngineConfig, origins_of
 from sparseengine.core.attention import AttentionNeed, DeviceCaps
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SparseParams
-from sparseengine.core.specs import CacheGroup, ModelSpec, Ragged
+from sparseengine.core.prefill import PrefillPattern
+from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec, Ragged
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_model, make_method, resolve_budget
+from sparseengine.methods.prefill import PATTERNS, check_pattern, make_pattern
 from sparseengine.models import model_spec
 from sparseengine.ops.tuned import Tuned, device_key, load
 from sparseengine.provenance import Source, Value
@@ -39,7 +42,7 @@ class Resolved:
     """All that `build_engine` needs.
 
     methods: canonical names of the enabled methods, the default one first.
-    groups: the merged cache plan. routes: one decision per layer.
+    groups: the merged cache plan. needs, routes: what each layer asks for, and the decision.
     provenance: "section.name" -> the value in force, who gave it and what lost.
     tuned: launch shapes of kernels.
     """
@@ -53,6 +56,7 @@ class Resolved:
     dtype: torch.dtype
     methods: tuple[str, ...]
     groups: tuple[CacheGroup, ...]
+    needs: tuple[AttentionNeed, ...]
     routes: tuple[RouteDecision, ...]
     max_model_len: int
     tuned: Tuned = field(default_factory=Tuned)
@@ -62,8 +66,24 @@ class Resolved:
         """What a request gets that names no method."""
         default = self.config.sparse
         return SparseParams(
-            self.methods[0], budget=default.budget, ratio=default.ratio, **default.knobs
+            self.methods[0],
+            budget=default.budget,
+            ratio=default.ratio,
+            prefill=PATTERNS.canonical(default.prefill),
+            prefill_config=default.prefill_knobs,
+            **default.knobs,
         )
+
+    @property
+    def dense_prefill(self) -> str | None:
+        """Why no prompt can be prefilled sparsely here; None if a request may ask for it."""
+        for need, route in zip(self.needs, self.routes, strict=True):
+            if need.layer.kind is LayerKind.FULL:
+                backend = BACKENDS.get(route.selected)()
+                answer = backend.supports(replace(need, block_masks=True), self.caps)
+                if not answer.ok:
+                    return f"attention backend {route.selected}: {answer.reason}"
+        return None
 
 
 def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) -> Resolved:
@@ -81,7 +101,9 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
     methods = _methods(config, spec)
     groups = tuple(merge_plans(spec, [m.cache_plan() for m in methods]))
     _check_budget(config, methods[0], max_model_len)
+    pattern = _pattern(config, spec)
     caps = device_caps(device)
+    needs = _needs(config, spec, groups, pattern)
     return Resolved(
         config=config,
         provenance=known,
@@ -92,7 +114,8 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
         dtype=dtype,
         methods=tuple(m.name for m in methods),
         groups=groups,
-        routes=_routes(config, known, spec, groups, caps),
+        needs=needs,
+        routes=_routes(config, known, needs, caps),
         max_model_len=max_model_len,
         tuned=_tuned(config.runtime.tuning_file, caps),
     )
@@ -126,9 +149,10 @@ def _device(config: EngineConfig, known: dict[str, Value]) -> torch.device:
 
 
 def _check_names(config: EngineConfig) -> None:
-    """Method names, before a checkpoint is opened."""
+    """Names of methods and patterns, before a checkpoint is opened."""
     for name in (config.sparse.method, *config.sparse.enable_methods):
         METHODS.canonical(name)
+    PATTERNS.canonical(config.sparse.prefill)
     if not config.model.model and config.model.hf_config is None:
         raise ConfigError(
             "model='' is not allowed; give a folder, a GGUF file, a hub id, or a name that "
@@ -182,6 +206,16 @@ def _methods(config: EngineConfig, spec: ModelSpec) -> list[SparseMethod]:
     return methods
 
 
+def _pattern(config: EngineConfig, spec: ModelSpec) -> PrefillPattern:
+    """The default pattern of prefill."""
+    try:
+        pattern = make_pattern(config.sparse.prefill, config.sparse.prefill_knobs, spec)
+    except RequestError as error:
+        raise ConfigError(f"--sparse-prefill-config: {error}") from None
+    check_pattern(pattern, spec)
+    return pattern
+
+
 def _check_budget(config: EngineConfig, method: SparseMethod, max_model_len: int) -> None:
     sparse = config.sparse
     try:
@@ -191,16 +225,16 @@ def _check_budget(config: EngineConfig, method: SparseMethod, max_model_len: int
         raise ConfigError(f"--kv-budget: {error}") from None
 
 
-def _routes(
+def _needs(
     config: EngineConfig,
-    known: dict[str, Value],
     spec: ModelSpec,
     groups: tuple[CacheGroup, ...],
-    caps: DeviceCaps,
-) -> tuple[RouteDecision, ...]:
+    pattern: PrefillPattern,
+) -> tuple[AttentionNeed, ...]:
+    """What attention of each layer has to do."""
     by_layer = {layer: group for group in groups for layer in group.layers}
-    wanted = config.runtime.attention_backend
-    routes = []
+    chooses = type(pattern).pattern is not PrefillPattern.pattern
+    needs = []
     for index, layer in enumerate(spec.layers):
         group = by_layer.get(index, CacheGroup(layers=(index,)))
         need = AttentionNeed(
@@ -210,8 +244,20 @@ def _routes(
             per_head=group.ragged is Ragged.HEAD,
             codec=group.codec,
             deterministic=config.runtime.deterministic,
+            block_masks=chooses and layer.kind in pattern.traits.kinds,
         )
-        routes.append(choose_backend(need, caps, wanted))
+        needs.append(need)
+    return tuple(needs)
+
+
+def _routes(
+    config: EngineConfig,
+    known: dict[str, Value],
+    needs: tuple[AttentionNeed, ...],
+    caps: DeviceCaps,
+) -> tuple[RouteDecision, ...]:
+    wanted = config.runtime.attention_backend
+    routes = [choose_backend(need, caps, wanted) for need in needs]
     if wanted == "auto" and routes:
         names = ", ".join(dict.fromkeys(r.selected for r in routes))
         origin = f"best route on {caps.kind}"
@@ -244,6 +290,7 @@ def explain(resolved: Resolved, *, prompt_len: int | None = None, max_tokens: in
             for path, value in resolved.provenance.items()
         },
         "methods": [_explain_method(resolved, n, length, max_tokens) for n in resolved.methods],
+        "prefill": _explain_prefill(resolved),
         "cache_plan": [_plain(g) for g in resolved.groups],
         "routes": _explain_routes(resolved),
         "launch_shapes": str(resolved.tuned),
@@ -270,6 +317,17 @@ def _explain_method(resolved: Resolved, name: str, length: int, max_tokens: int)
             "peak_tokens": demand.peak_tokens,
             "steady_tokens": demand.steady_tokens,
         },
+    }
+
+
+def _explain_prefill(resolved: Resolved) -> dict[str, Any]:
+    sparse = resolved.sparse
+    pattern = make_pattern(sparse.prefill, sparse.prefill_config, resolved.spec)
+    return {
+        "name": pattern.name,
+        "config": _plain(pattern.config),
+        "traits": _plain(pattern.traits),
+        "possible": resolved.dense_prefill or "yes",
     }
 
 

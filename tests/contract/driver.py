@@ -15,6 +15,7 @@ from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerSpec, ModelSpec
 from sparseengine.core.view import AttentionView
 from sparseengine.engine.controller import Controller
@@ -65,7 +66,8 @@ def make(model: ModelSpec, name: str, page_size: int = PAGE, **knobs: Any) -> Sp
 class Driver:
     """A model on a real cache and controller, without a scheduler.
 
-    `methods` maps keys that requests carry to instances; `model` is called like an engine's.
+    `methods` and `patterns` map keys that requests carry to instances; `model` is called like an
+    engine's.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class Driver:
         *,
         num_pages: int = 4096,
         backend: Any = None,
+        patterns: Mapping[str, PrefillPattern] | None = None,
     ) -> None:
         self.model, self.methods = model, dict(methods)
         spec = model.spec
@@ -83,17 +86,24 @@ class Driver:
             spec, groups, num_pages=num_pages, max_num_seqs=16, device="cpu", dtype=spec.dtype,
             poison=True,
         )  # fmt: skip
-        self.controller = Controller(spec, self.cache, self.methods)
+        self.controller = Controller(spec, self.cache, self.methods, patterns)
         self.backends = tuple(backend or ReferenceBackend() for _ in spec.layers)
         self.requests: dict[int, Request] = {}
         self.peak_pages: dict[int, int] = {}
 
     def add(
-        self, request_id: int, prompt: Sequence[int], max_tokens: int, key: str, budget: int | None
+        self,
+        request_id: int,
+        prompt: Sequence[int],
+        max_tokens: int,
+        key: str,
+        budget: int | None,
+        prefill: str = "dense",
     ) -> Request:
         request = Request(
-            request_id, list(prompt), len(prompt), max_tokens, method=key, budget=budget
-        )
+            request_id, list(prompt), len(prompt), max_tokens, method=key, budget=budget,
+            prefill=prefill,
+        )  # fmt: skip
         self.requests[request_id] = request
         self.cache.admit(request, self.cache.match(request))
         return request

@@ -14,6 +14,7 @@ from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
 from sparseengine.engine.controller import Controller
 
@@ -73,6 +74,7 @@ def drive(
     page_size: int = PAGE,
     attend: bool = True,
     shrink_to: int | None = None,
+    pattern: PrefillPattern | None = None,
 ) -> Driven:
     """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE.
 
@@ -88,9 +90,10 @@ def drive(
         model, merge_plans(model, [method.cache_plan()]), num_pages=2048, dtype=model.dtype,
         poison=True,
     )  # fmt: skip
-    controller, backend = Controller(model, cache, {"m": method}), Reads(attend=attend)
+    controller = Controller(model, cache, {"m": method}, {"p": pattern} if pattern else {})
+    backend = Reads(attend=attend)
     tokens = list(range(sum(steps)))
-    request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget)
+    request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget, prefill="p")
     cache.admit(request, cache.match(request))
     out, at = Driven(), 0
     for i, size in enumerate(steps):

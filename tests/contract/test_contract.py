@@ -140,6 +140,10 @@ class GuardedHooks:
         with NoSync():
             return self.inner.select(at)
 
+    def prefill_masks(self, at: Any) -> Any:
+        with NoSync():
+            return self.inner.prefill_masks(at)
+
     def observe(self, at: Any) -> None:
         with NoSync():
             self.inner.observe(at)

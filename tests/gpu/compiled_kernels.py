@@ -1,22 +1,26 @@
 """Gluon kernels compile for the devices that they serve, of which none is needed; the interpreter
-cannot run them. Run by tests/unit/test_kernels.py in a process of its own."""
+cannot run them. The kernel of sparse prefill keeps what makes it fast. Run by
+tests/unit/test_kernels.py in a process of its own."""
 
 from __future__ import annotations
 
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from sparseengine.ops.triton import latent_wgmma
+from sparseengine.ops.triton import blocks, latent_wgmma
+from sparseengine.ops.triton.attention import PREFILL
 
 POINTERS = {
     "table": "*i32", "starts": "*i64", "widths": "*i64", "lens": "*i32", "part": "*fp32",
     "lse": "*fp32", "meta": "*i32",
 }  # fmt: skip
+STRIDES = ("_st", "_sh", "_sn", "_sp")  # of tokens, heads, pages and slots
 SHARED_BYTES = 233_472  # of a multiprocessor, which keeps 1,024 for itself per program
 
 
@@ -45,3 +49,32 @@ def test_latent_decode(heads: int, dtype: str) -> None:
     assert "wgmma.mma_async" in built.asm["ptx"]
     assert "cp.async.cg.shared.global" in built.asm["ptx"]
     assert tuning.programs * (built.metadata.shared + 1024) <= SHARED_BYTES
+
+
+def test_masked_prefill() -> None:
+    """Warpgroup products, and keys and values copied ahead, though a list says which."""
+    kernel = blocks._masked_kernel
+    facts = {
+        "GROUP": 4, "DIM": 128, "BLOCK_D": 128, "VDIM": 128, "BLOCK_V": 128, "PAGE": 16,
+        "BLOCK_M": PREFILL.pairs, "BLOCK_N": PREFILL.keys, "BLOCK": 128, "ROW_PER_HEAD": False,
+        "POOL_HEADS": True, "ALIKE": False, "SOFTCAP": False, "PRECISION": "tf32",
+    }  # fmt: skip
+    pointers = dict.fromkeys(("table", "lens", "cu_q", "index", "counts"), "*i32")
+    pointers |= dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+    floats = dict.fromkeys(("scale", "cap"), "fp32") | dict.fromkeys(facts, "constexpr")
+    names = kernel.arg_names
+    aligned = [n for n in names if n in ("q", "k", "v", "out") or n[-3:] in STRIDES]
+    source = ASTSource(
+        fn=kernel,
+        signature={n: (pointers | floats).get(n, "i32") for n in names},
+        constexprs=facts,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    built = triton.compile(
+        source,
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": PREFILL.warps, "num_stages": PREFILL.stages},
+    )
+    assert "wgmma.mma_async" in built.asm["ptx"]
+    assert "cp.async.cg.shared.global" in built.asm["ptx"]
+    assert built.metadata.shared + 1024 <= SHARED_BYTES

@@ -17,6 +17,7 @@ from kernel_checks import (
     check_copy_pages,
     check_fused,
     check_gathered,
+    check_masked,
     check_pages,
     check_parts,
     check_slots,
@@ -247,6 +248,26 @@ def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("columns", [5, 37])
 def test_top_pages(heads: int, groups: int, columns: int) -> None:
     check_top_pages(heads, groups, columns, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("shape", "lens"),
+    [
+        (Shape(layout="head", page=16, group=2), [[5, 5], [70, 70], [90, 61], [40, 40]]),
+        (Shape(layout="shared", page=4, group=1, dim=24), [[5], [70], [90], [40]]),
+        (Shape(layout="picked", page=1, group=3), [[5, 9], [70, 70], [90, 90], [40, 44]]),
+    ],
+)
+def test_masked_prefill(shape: Shape, lens: list[list[int]]) -> None:
+    queries = [1, 40, 37, 3]
+    check_masked(shape, queries, lens, 16, {1: 0, 2: 5}, F32, "cpu")
+    check_masked(shape, queries, lens, 32, {1: 30, 2: 0, 3: 11}, F16, "cpu", softcap=2.0)
+
+
+def test_masked_chunks_beside_gathered_ones() -> None:
+    shape = Shape(layout="shared", page=4)
+    lens, offsets = [[30], [90], [7], [41], [9], [50]], {3: 5, 4: 0}
+    check_masked(shape, [1, 20, 3, 41, 2, 6], lens, 16, offsets, F32, "cpu", backend=Gathered())
 
 
 def test_top_pages_of_rows_that_no_program_holds() -> None:

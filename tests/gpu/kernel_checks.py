@@ -19,13 +19,14 @@ from torch import Tensor
 from sparseengine.attention.gathered import GatheredBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
-from sparseengine.core.view import AttentionView, PackedTable
+from sparseengine.core.view import AttentionView, BlockMask, PackedTable
 from sparseengine.ops import reference
 from sparseengine.ops import triton as kernels
 from sparseengine.ops.triton import select
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from attention_views import Rows, Shape, hosted, layer_of, spans_view
+from block_masks import random_mask
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 3e-3}
 
@@ -75,6 +76,40 @@ def check_attention(
     if max(queries) == 1:
         walked = TritonBackend().run(q, packed(view), layer, None)
         assert torch.equal(got, walked), "packed tables are read otherwise than padded ones"
+
+
+def check_masked(
+    shape: Shape,
+    queries: list[int],
+    lens: list[list[int]],
+    block: int,
+    offsets: dict[int, int],
+    dtype: torch.dtype,
+    device: str,
+    keep: float = 0.4,
+    softcap: float = 0.0,
+    backend: TritonBackend | None = None,
+) -> None:
+    """Spans of a view, those of `offsets` with a random block mask, against the reference."""
+    view = hosted(spans_view(shape, queries, [lens], dtype, device), queries)
+    backend = backend or TritonBackend()
+    layer = replace(layer_of(shape), softcap=softcap)
+
+    def masks(keep: float) -> dict[int, BlockMask]:
+        return {
+            span: random_mask(
+                queries[span], lens[span], layer.q_heads, block, offset, device, keep,
+                alike=span % 2 == 1 and len(set(lens[span])) == 1,
+            )
+            for span, offset in offsets.items()
+        }  # fmt: skip
+
+    dense, view = view, view.masked(masks(keep))
+    q = torch.randn(sum(queries), layer.q_heads, shape.dim, device=device).to(dtype)
+    want = ReferenceBackend().run(q.float(), view, layer, None)
+    assert_close(backend.run(q, view, layer, None), want, dtype)
+    want = ReferenceBackend().run(q.float(), dense, layer, None)
+    assert_close(backend.run(q, dense.masked(masks(1.0)), layer, None), want, dtype)
 
 
 def check_gathered(

@@ -146,15 +146,22 @@ def test_explain_says_where_values_come_from_and_which_routes_lost(run, model) -
 
 def test_methods_lists_the_registry(run) -> None:
     from sparseengine.methods import METHODS
+    from sparseengine.methods.prefill import PATTERNS
 
     status, out, _ = run("methods", "--json")
     assert status == 0
     rows = json.loads(out)
-    assert [row["name"] for row in rows] == list(METHODS)
-    assert all(row["traits"]["prefill_policy"] for row in rows)
+    assert [row["name"] for row in rows] == [*METHODS, *PATTERNS]
+    assert all(row["traits"]["prefill_policy"] for row in rows[: len(list(METHODS))])
+    assert all(row["family"] == "prefill" for row in rows[len(list(METHODS)) :])
     assert all(knob["doc"] for row in rows for knob in row["knobs"])
-    assert all(name in run("methods")[1] for name in METHODS)
+    assert all(name in run("methods")[1] for name in [*METHODS, *PATTERNS])
     assert "window" in run("methods", "snapkv")[1]
+    assert "antidiagonal" in run("methods", "xattention")[1]
+    status, _, err = run("methods", "xatention")
+    assert status == 2
+    assert "unknown method or prefill pattern 'xatention'" in err
+    assert "'xattention'" in err
 
 
 def test_explain_runs_a_prompt_and_shows_what_is_kept_and_read(run, model) -> None:
@@ -238,6 +245,7 @@ def test_bench_max_batch_is_what_fits(run, model) -> None:
 
 SNAP = ["--sparse-method", "snapkv"]
 TWO = ["--prompt-token-ids", "5,6"]
+FLEX = ["--sparse-prefill", "flexprefill"]
 LONG = ["--prompt-token-ids", "5," * 100 + "5"]
 BAD = {
     "no such folder": ["generate", "/no/such/model", "-p", "x"],
@@ -250,6 +258,11 @@ BAD = {
     "unknown knob": ["explain", "MODEL", *SNAP, "--sparse-config", '{"windw": 3}'],
     "knob value": ["explain", "MODEL", *SNAP, "--sparse-config", '{"window": -3}'],
     "knobs not JSON": ["generate", "MODEL", "-p", "x", "--sparse-config", "window=3"],
+    "unknown pattern": ["generate", "MODEL", "-p", "x", "--sparse-prefill", "flexprefil"],
+    "pattern knob": ["explain", "MODEL", *FLEX, "--sparse-prefill-config", '{"gama": 0.9}'],
+    "pattern value": ["explain", "MODEL", *FLEX, "--sparse-prefill-config", '{"gamma": 9}'],
+    "pattern knobs alone": ["explain", "MODEL", "--sparse-prefill-config", '{"gamma": 0.9}'],
+    "pattern not possible": ["explain", "MODEL", *FLEX, "--deterministic"],
     "budget 0": ["generate", "MODEL", "-p", "x", "--sparse-method", "snapkv", "--kv-budget", "0"],
     "budget negative": ["explain", "MODEL", "--sparse-method", "snapkv", "--kv-budget", "-4"],
     "ratio above 1": ["explain", "MODEL", "--sparse-method", "snapkv", "--kv-budget", "1.5"],
@@ -294,6 +307,11 @@ HINTS = {
     "unknown method": "'snapkv'",
     "unknown enabled method": "'quest'",
     "unknown knob": "'window'",
+    "unknown pattern": "'flexprefill'",
+    "pattern knob": "'gamma'",
+    "pattern value": "a number in [0.0, 1.0]",
+    "pattern knobs alone": "dense: unknown knob 'gamma'",
+    "pattern not possible": "no sparse prefill",
     "budget 0": "(0, 1]",
     "ratio above 1": "(0, 1]",
     "limit above the model's": "1024",

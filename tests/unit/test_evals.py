@@ -219,6 +219,25 @@ def test_agree_measures_from_dense(capsys, model, text) -> None:
             assert row["kl_max"] < 1e-9  # everything is kept
 
 
+def test_sparse_prefill_is_compared_with_dense_prefill(capsys, model, text) -> None:
+    knobs = {"min_tokens": 32, "block": 16, "last": 8, "sink": 0, "window": 0}
+    status, out, err = run(
+        *[capsys, "eval", "agree", model, *SMALL, "--text", str(text), "--dtype", "float32"],
+        *["--methods", "knorm", "--budgets", "1.0", "--input-len", "90"],
+        *["--output-len", "3", "--num-texts", "1", "--hyper-params", '{"knorm": {"recent": 4}}'],
+        *["--sparse-prefill", "a_shape", "--sparse-prefill-config", json.dumps(knobs)],
+    )
+    assert status == 0, err
+    rows = {row["method"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
+    assert rows["full"]["kl_max"] == 0.0
+    assert rows["full"]["prefill_density"] is None
+    for name in ("full+a_shape", "knorm+a_shape"):
+        # queries 0-79 read their own block alone, the last block reads all six of them
+        assert rows[name]["prefill_density"] == (5 + 6) / 21
+        assert rows[name]["kl_mean"] > 1e-9
+    assert rows["knorm+a_shape"]["kl_mean"] == pytest.approx(rows["full+a_shape"]["kl_mean"])
+
+
 def test_pieces_are_disjoint_and_long_enough(model: str, text: Path) -> None:
     with LLM(model, quiet=True, kv_cache_memory_bytes="4MiB") as llm:
         pieces = pieces_of(llm, text.read_text(), 3, 50)

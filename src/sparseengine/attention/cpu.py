@@ -32,6 +32,7 @@ class CpuBackend:
     run torch's fused CPU attention: a full part over the older keys and a causal part over the
     span's own, merged by log-sum-exp, so that no masked half is computed. That attention knows no
     soft cap: layers with one run a plain softmax, some queries at a time. Spans are independent.
+    In a span with a block mask, each block of queries gets a copy of the blocks of keys it reads.
     """
 
     name = "cpu"
@@ -73,7 +74,8 @@ class CpuBackend:
         cu_q = view.cu_q.tolist()
         for span in range(singles, len(cu_q) - 1):
             queries = slice(cu_q[span], cu_q[span + 1])
-            out[queries] = _attend_span(q[queries], view, span, layer)
+            attend = _attend_blocks if span in view.masks else _attend_span
+            out[queries] = attend(q[queries], view, span, layer)
         return out
 
     def _walks(self, q: Tensor, view: AttentionView, layer: LayerSpec) -> bool:
@@ -207,6 +209,41 @@ def _attend_span(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) ->
         heads = slice(h * layer.group_size, (h + 1) * layer.group_size)
         out[:, heads] = _attend(q[:, heads], keys, values, view.window, layer)
     return out
+
+
+def _attend_blocks(q: Tensor, view: AttentionView, span: int, layer: LayerSpec) -> Tensor:
+    """q [n, Hq, D], one span with a block mask -> [n, Hq, Dv]; copies the blocks that are read."""
+    assert view.window is None, "layers with a window have no block masks"
+    lens = [_host_lens(seg, span, layer.kv_heads) for seg in view.segments]
+    parts = [_rows(seg, span, layer, max(n)) for seg, n in zip(view.segments, lens, strict=True)]
+    mask, num_q = view.masks[span], q.shape[0]
+    out = q.new_empty(num_q, layer.q_heads, layer.value_dim)
+    together = len(mask.mask) == 1 and all(len(set(n)) == 1 for n in lens)
+    size = layer.q_heads if together else 1  # query heads that read the same slots
+    for head in range(0, layer.q_heads, size):
+        group, heads = head // layer.group_size, slice(head, head + size)
+        mine = slice(None) if together else slice(group, group + 1)
+        keys = _joined([k[mine, : n[group]] for (k, _), n in zip(parts, lens, strict=True)])
+        values = _joined([v[mine, : n[group]] for (_, v), n in zip(parts, lens, strict=True)])
+        reads: list[list[bool]] = mask.mask[head if len(mask.mask) > 1 else 0].tolist()
+        for row, blocks in enumerate(reads):
+            lo = max(row * mask.block - mask.offset, 0)
+            hi = min((row + 1) * mask.block - mask.offset, num_q)
+            ranges = _ranges(blocks, mask.block, keys.shape[1] - num_q + hi)
+            k, v = (_joined([x[:, a:b] for a, b in ranges]) for x in (keys, values))
+            out[lo:hi, heads] = _attend(q[lo:hi, heads], k, v, None, layer)
+    return out
+
+
+def _ranges(blocks: list[bool], size: int, stop: int) -> list[tuple[int, int]]:
+    """Slots of the blocks that are set, before `stop`, as ranges; neighbours are joined."""
+    found: list[tuple[int, int]] = []
+    for block, is_set in enumerate(blocks):
+        first, end = block * size, min((block + 1) * size, stop)
+        if is_set and first < stop:
+            start = found.pop()[0] if found and found[-1][1] == first else first
+            found.append((start, end))
+    return found
 
 
 def _host_lens(segment: Segment, span: int, heads: int) -> list[int]:

@@ -38,6 +38,8 @@ class DeterministicBackend:
     def supports(self, need: AttentionNeed, device: DeviceCaps) -> Support:
         if need.codec:
             return Support(False, f"reads raw pages only, not codec {need.codec}")
+        if need.block_masks:
+            return Support(False, "reads all keys: it has no sparse prefill")
         return Support(True, "fixed 16 x 64 tiles: bits depend neither on batch nor on chunking")
 
     def plan(self, plan: StepPlan, cache: CacheManager) -> None:

@@ -10,7 +10,7 @@ from sparseengine.core.attention import AttentionNeed, DeviceCaps, Support
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerSpec
-from sparseengine.core.view import AttentionView, Segment
+from sparseengine.core.view import AttentionView, BlockMask, Segment
 from sparseengine.ops.reference.scores import soft_capped
 
 
@@ -66,11 +66,23 @@ class ReferenceBackend:
                 heads = slice(h * group, (h + 1) * group)
                 logits = q[lo:hi, heads].to(dtype).transpose(0, 1) @ keys.to(dtype).T  # [g, n, L]
                 dead = _dead(hi - lo, keys.shape[0], view.window, q.device)
+                if span in view.masks:
+                    dead = dead | unread(view.masks[span], heads, hi - lo, keys.shape[0])
                 logits = soft_capped(logits * layer.softmax_scale, layer.softcap)
                 logits = logits.masked_fill(dead, float("-inf"))
                 mass = logits.softmax(-1).masked_fill(dead, 0.0)
                 out[lo:hi, heads] = (mass @ values.to(dtype)).transpose(0, 1).to(q.dtype)
         return out
+
+
+def unread(mask: BlockMask, heads: slice, num_q: int, num_k: int) -> Tensor:
+    """bool [g or 1, n, L]: keys that a block mask leaves out for some query heads."""
+    blocks = mask.mask if mask.mask.shape[0] == 1 else mask.mask[heads]
+    device = blocks.device
+    row = (torch.arange(num_q, device=device) + mask.offset) // mask.block
+    column = torch.arange(num_k, device=device) // mask.block
+    inside = column.clamp_max(blocks.shape[2] - 1)
+    return ~blocks[:, row][:, :, inside] | (column > inside)
 
 
 def _dead(num_q: int, num_k: int, window: int | None, device: torch.device) -> Tensor:

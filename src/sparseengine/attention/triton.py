@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,6 +53,8 @@ class TritonBackend:
         if need.dtype not in _DTYPES:
             return Support(False, f"dtype {need.dtype} is not bfloat16, float16 or float32")
         if layer.kind is LayerKind.LATENT:
+            if need.block_masks:
+                return Support(False, "the kernel of latent rows reads all keys: no sparse prefill")
             return _latent_support(dims, need.dtype)
         if max(dims) > _MAX_DIM:
             return Support(False, f"head dims {dims} exceed {_MAX_DIM} channels")
@@ -72,8 +76,10 @@ class TritonBackend:
             return out
         if singles:
             self._decode(q[:singles], view, layer, out[:singles])
-        if spans > singles:
-            self._prefill(q, view, layer, out)
+        for first, stop in _dense_runs(view, spans):
+            self._prefill(q, _cut(view, first, stop), layer, out)
+        for span in view.masks:
+            self._masked(q, view, span, layer, out)
         return out
 
     def _decode(self, q: Tensor, view: AttentionView, layer: LayerSpec, out: Tensor) -> None:
@@ -138,6 +144,31 @@ class TritonBackend:
             outs.append(o[first:])  # single spans come first and hold one query each
             lses.append(lse[first:] * _LN2)
         out[first:] = merge_lse(outs, lses)[0].to(out.dtype)
+
+    def _masked(
+        self, q: Tensor, view: AttentionView, span: int, layer: LayerSpec, out: Tensor
+    ) -> None:
+        from sparseengine.ops.triton.blocks import masked_prefill
+
+        assert view.window is None, "layers with a window have no block masks"
+        keys = _keys(view, layer, walks_packed=False)
+        assert len(keys) == 1, "block masks are of rows in one segment"
+        cap = layer.softcap
+        masked_prefill(q, keys[0], view.cu_q, span, view.masks[span], out, layer.softmax_scale, cap)
+
+
+def _dense_runs(view: AttentionView, spans: int) -> list[tuple[int, int]]:
+    """Spans behind the single ones that have no block mask, as ranges."""
+    edges = [view.num_single - 1, *sorted(view.masks), spans]
+    return [(a + 1, b) for a, b in pairwise(edges) if a + 1 < b]
+
+
+def _cut(view: AttentionView, first: int, stop: int) -> AttentionView:
+    """A view whose first `first` spans are left alone and which ends before span `stop`."""
+    host = view.host
+    if host is not None:
+        host = replace(host, starts=host.starts[: stop + 1], lens=host.lens[:stop])
+    return replace(view, cu_q=view.cu_q[: stop + 1], num_single=first, host=host, masks={})
 
 
 def _latent_support(dims: tuple[int, int], dtype: torch.dtype) -> Support:

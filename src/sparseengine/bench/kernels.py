@@ -21,7 +21,7 @@ from sparseengine.attention.caps import device_caps
 from sparseengine.attention.gathered import CudnnBackend, FlashBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
-from sparseengine.bench import moe, slot_kernels, small_kernels
+from sparseengine.bench import moe, prefill_kernels, slot_kernels, small_kernels
 from sparseengine.bench.results import Outcome, Results
 from sparseengine.bench.timing import HEADER, Bench, bench_copy, relative_error
 from sparseengine.core.attention import AttentionNeed
@@ -269,6 +269,8 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "decode": bench_decode,
     "latent": bench_latent,
     "prefill": bench_prefill,
+    "masked": prefill_kernels.bench_masked,
+    "choose": prefill_kernels.bench_choices,
     "sdpa": bench_sdpa,
     "store": bench_store,
     "compact": bench_compact,

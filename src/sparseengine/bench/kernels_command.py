@@ -7,8 +7,8 @@ import argparse
 from sparseengine.bench.results import add_result_arguments
 
 NAMES = (
-    "decode, latent, prefill, sdpa (torch's own), store, compact, scores, pages, slots, select, "
-    "fused, copy_pages, moe"
+    "decode, latent, prefill, masked, choose, sdpa (torch's own), store, compact, scores, pages, "
+    "slots, select, fused, copy_pages, moe"
 )
 
 

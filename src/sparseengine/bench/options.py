@@ -182,27 +182,35 @@ def engines_of(
 ) -> Iterator[tuple[str, EngineConfig]]:
     """Dense, then every method that was asked for, each an engine of its own.
 
+    With --sparse-prefill all but the first are prefilled so, and dense attention behind such a
+    prefill is among them.
     longest: tokens of the longest request; a shorter --max-model-len raises `ConfigError`, as does
     what a method cannot run on.
     """
     from sparseengine.methods import METHODS
+    from sparseengine.methods.prefill import PATTERNS
     from sparseengine.resolve import resolve
 
     wanted = args.methods or args.engine_sparse_method or ""
     names = [METHODS.canonical(n.strip()) for n in wanted.split(",") if n.strip()]
     knobs = hyper_params(args.hyper_params)
     dense = METHODS.canonical(default_of("sparse.method"))
-    for name in dict.fromkeys([dense, *names]):
+    pattern = PATTERNS.canonical(engine_config(args).sparse.prefill)
+    has_pattern = pattern != default_of("sparse.prefill")
+    entries = [(dense, False), *((name, has_pattern) for name in [dense, *names])]
+    for name, is_patterned in dict.fromkeys(entries):
         given = {**extra, "sparse_method": name}
         if name in knobs:
             given["sparse_config"] = knobs[name]
+        if not is_patterned:
+            given |= {"sparse_prefill": default_of("sparse.prefill"), "sparse_prefill_config": {}}
         local = argparse.Namespace(**vars(args))
         if METHODS.get(name).traits.takes == "none":
             local.engine_kv_budget = local.engine_sparse_config = None
         config = engine_config(local, **given)
         _check_length(config, longest)
         resolve(config)  # before any engine is measured
-        yield name, config
+        yield f"{name}+{pattern}" if is_patterned else name, config
 
 
 def _check_length(config: EngineConfig, longest: int) -> None:

@@ -249,6 +249,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "budget": row["budget"] or "-",
         "prompt x batch": f"{row['input_len']} x {row['batch']}",
         "prefill tok/s": row["prefill_tok_s"],
+        "prefill vs dense": row["prefill_vs_dense"],
         "step ms": f"{step[0]:.1f} [{step[1]:.1f}, {step[2]:.1f}]" if step else "-",
         "decode tok/s": row["decode_tok_s"],
         "steps": row["full_steps"],

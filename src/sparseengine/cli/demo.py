@@ -63,9 +63,16 @@ class DemoCase:
         own = dict(self.knobs) if self.block_size is None else {"pages of": self.block_size}
         return ", ".join(f"{name} {value}" for name, value in own.items())
 
-    def params(self, *, record: bool) -> SparseParams:
+    def params(self, engine: SparseParams, *, record: bool) -> SparseParams:
+        """The case's method behind the engine's sparse prefill, if there is one."""
         return SparseParams(
-            self.method, budget=self.budget, ratio=self.ratio, record=record, **self.knobs
+            self.method,
+            budget=self.budget,
+            ratio=self.ratio,
+            record=record,
+            prefill=engine.prefill,
+            prefill_config=engine.prefill_config,
+            **self.knobs,
         )
 
     def holds(self, right: bool) -> bool:
@@ -157,9 +164,11 @@ def run_case(llm: LLM, case: DemoCase, puzzle: Puzzle) -> dict[str, Any]:
     """
     messages = [{"role": "user", "content": puzzle.message}]
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    timed = llm.chat(messages, sampling, case.params(record=False), use_tqdm=False)[0]
+    engine = llm.resolved.sparse
+    timed = llm.chat(messages, sampling, case.params(engine, record=False), use_tqdm=False)[0]
     short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    seen = llm.chat(messages, short, case.params(record=True), use_tqdm=False)[0].outputs[0].sparse
+    recorded = llm.chat(messages, short, case.params(engine, record=True), use_tqdm=False)[0]
+    seen = recorded.outputs[0].sparse
     completion, metrics = timed.outputs[0], timed.metrics
     assert seen is not None
     assert metrics is not None

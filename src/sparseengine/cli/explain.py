@@ -72,6 +72,7 @@ def as_text(data: Mapping[str, Any], *, show_defaults: bool = False) -> str:
         f"at most {model['max_model_len']:,} tokens)",
         "values\n" + _values(data["values"], show_defaults),
         *[_method(m) for m in data["methods"]],
+        _prefill(data["prefill"]),
         "cache plan\n" + table([_group(g) for g in data["cache_plan"]]),
         "routes\n" + "\n".join(_route(r) for r in data["routes"]),
         f"launch shapes of kernels: {data['launch_shapes']}",
@@ -107,8 +108,11 @@ def _record(record: Mapping[str, Any]) -> str:
         }
         for layer, heads in kept["positions"].items()
     ]
+    density = record["prefill_density"]
+    blocks = "" if density is None else f"\nprefill read {density:.1%} of the pairs of blocks"
     return (
-        f"of a prompt of {record['prompt_tokens']:,} tokens, tokens per KV head\n{table(rows)}\n"
+        f"of a prompt of {record['prompt_tokens']:,} tokens, tokens per KV head\n{table(rows)}"
+        f"{blocks}\n"
         f"resident after the prompt: {kept['resident_bytes']:,} bytes; read in a decode step: "
         f"{read['bytes_read']:,} bytes"
     )
@@ -134,6 +138,14 @@ def _method(method: Mapping[str, Any]) -> str:
             f"budget {'none' if budget is None else f'{budget:,}'}, peak "
             f"{demand['peak_tokens']:,}, steady {demand['steady_tokens']:,} tokens per row",
         ]
+    )
+
+
+def _prefill(pattern: Mapping[str, Any]) -> str:
+    knobs = ", ".join(f"{k}={v!r}" for k, v in pattern["config"].items()) or "none"
+    return (
+        f"prefill: {pattern['name']}, chunking does not matter: {pattern['traits']['invariant']}\n"
+        f"  knobs: {knobs}\n  sparse prefill is possible: {pattern['possible']}"
     )
 
 

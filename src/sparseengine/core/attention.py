@@ -29,7 +29,7 @@ class DeviceCaps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeed:
-    """Host facts a route is chosen by; hashable."""
+    """Host facts a route is chosen by; hashable. block_masks: its views carry some."""
 
     layer: LayerSpec
     dtype: torch.dtype
@@ -37,6 +37,7 @@ class AttentionNeed:
     per_head: bool
     codec: tuple[str, ...] = ()
     deterministic: bool = False
+    block_masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)

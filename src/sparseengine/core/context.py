@@ -54,7 +54,7 @@ class StepContext:
         Those must be chunks of one token. Returns [T, Hq, Dv] of the tokens read for.
         """
         view = self.cache.view(at.layer, self.controller.select(at))
-        q = at.q
+        view, q = view.masked(self.controller.prefill_masks(at)), at.q
         if num_spans is not None and num_spans < len(self.plan.chunks):
             view, q = leading(view, num_spans), q[:num_spans]
         return self.backends[at.layer].run(q, view, self.model.layers[at.layer], self.scores)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseengine.core.plan import Demand, Request, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, LayerSpec, ModelSpec
-from sparseengine.core.view import Keep, PackedTable, Selection
+from sparseengine.core.view import BlockMask, Keep, PackedTable, Selection
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +261,10 @@ class SparseController(Protocol):
     def observe(self, at: LayerStep) -> None: ...
     def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         """The layer's output is hidden + extra; they are added if a method looks at it."""
+        ...
+
+    def prefill_masks(self, at: LayerStep) -> Mapping[int, BlockMask]:
+        """By chunk of the step, before attention; chunks that are not in it read everything."""
         ...
 
     def end_step(self, plan: StepPlan) -> None:

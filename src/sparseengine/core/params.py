@@ -13,6 +13,7 @@ from sparseengine.errors import RequestError, nearest
 
 MAX_TOKENS_LIMIT = 1 << 24
 MAX_N = 1024
+DENSE_PREFILL = "dense"  # the pattern that leaves prefill as it is
 GRAMMAR_BACKENDS = ("auto", "xgrammar", "llguidance")
 _STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
@@ -231,7 +232,9 @@ class SparseParams:
 
     `budget` is in tokens per row; `ratio` is the fraction of the prompt that is KEPT (kvpress'
     compression_ratio is the fraction removed). Give at most one. `knobs` are fields of the method's
-    Config and are checked when the request is resolved. `record=True` returns what was kept and
+    Config and are checked when the request is resolved. `prefill` names the pattern that prompts
+    are prefilled with ("dense": every query reads all keys before it), whatever the method is;
+    `prefill_config` are the pattern's knobs. `record=True` returns what was kept and
     read in `RequestOutput.outputs[i].sparse` (slow: it copies decisions to the host).
     """
 
@@ -239,6 +242,8 @@ class SparseParams:
     budget: int | None
     ratio: float | None
     record: bool
+    prefill: str
+    prefill_config: Mapping[str, Any] = field(hash=False)
     knobs: Mapping[str, Any] = field(hash=False)
 
     def __init__(
@@ -248,6 +253,8 @@ class SparseParams:
         budget: int | None = None,
         ratio: float | None = None,
         record: bool = False,
+        prefill: str = DENSE_PREFILL,
+        prefill_config: Mapping[str, Any] | None = None,
         **knobs: Any,
     ) -> None:
         ok = isinstance(method, str) and method != ""
@@ -260,7 +267,13 @@ class SparseParams:
         if budget is not None and ratio is not None:
             raise RequestError(f"give budget or ratio, not both (budget={budget}, ratio={ratio})")
         _require(isinstance(record, bool), "record", record, "True or False")
+        ok = isinstance(prefill, str) and prefill != ""
+        _require(ok, "prefill", prefill, "the name of a pattern (see `sparseengine methods`)")
+        ok = prefill_config is None or isinstance(prefill_config, Mapping)
+        _require(ok, "prefill_config", prefill_config, "a mapping of knobs")
         for name, value in (("method", method), ("budget", budget), ("ratio", ratio)):
             object.__setattr__(self, name, value)
         object.__setattr__(self, "record", record)
+        object.__setattr__(self, "prefill", prefill)
+        object.__setattr__(self, "prefill_config", MappingProxyType(dict(prefill_config or {})))
         object.__setattr__(self, "knobs", MappingProxyType(dict(knobs)))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
-from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.params import DENSE_PREFILL, SamplingParams, SparseParams
 
 UNKNOWN = -1  # a token that a step under way is about to sample; the device alone knows it
 
@@ -25,8 +25,9 @@ class Request:
 
     `tokens` is prompt + generated; the last one may be UNKNOWN. `computed` counts positions already
     run; after a preemption it restarts at 0 and the tokens are run again. `budget` is the resolved
-    tokens per row (None: the method takes none). `method` is the key under which the controller
-    finds the method instance. `parent` is the id of the request whose prompt rows an n > 1 sibling
+    tokens per row (None: the method takes none). `method` and `prefill` are the keys under which
+    the controller finds the instances. Chunks of the prompt end at multiples of `align` where the
+    budget of a step allows. `parent` is the id of the request whose prompt rows an n > 1 sibling
     forks.
     """
 
@@ -41,6 +42,8 @@ class Request:
     computed: int = 0
     arrival: int = 0
     parent: int | None = None
+    prefill: str = DENSE_PREFILL
+    align: int = 1
 
     @property
     def num_generated(self) -> int:

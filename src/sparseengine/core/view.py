@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -76,6 +77,22 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockMask:
+    """Which blocks of keys the queries of one span read, on top of causality.
+
+    mask: bool [H, nQ, nK] on the device; H is the number of query heads, or 1 when all are alike.
+    block: queries and keys per block. offset: the span's first query is the `offset`-th of block 0,
+    so that query i is in block (offset + i) // block; slot s of the whole row (all segments) is in
+    key block s // block. Blocks that hold a slot of their queries are set, so that a query sees
+    itself at least; blocks behind all of their queries are not.
+    """
+
+    mask: Tensor
+    block: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class HostRows:
     """What the host knows of a view's spans: `cu_q` as numbers, and row lengths int32 [S, G].
 
@@ -96,6 +113,7 @@ class AttentionView:
       span with n queries sees the first (total length - n + i + 1) keys.
     num_single: the first num_single spans have exactly one query each (host fact).
     max_q: longest span; max_len: an upper bound of the total row length (host facts).
+    masks: by span, none of them among the first num_single; the other spans read everything.
     host: exact sizes of spans and rows, None where the device alone knows them.
     """
 
@@ -106,6 +124,13 @@ class AttentionView:
     max_q: int
     max_len: int
     host: HostRows | None = None
+    masks: Mapping[int, BlockMask] = field(default_factory=dict)
+
+    def masked(self, masks: Mapping[int, BlockMask]) -> AttentionView:
+        """The same view with block masks for some spans."""
+        if not masks:
+            return self
+        return replace(self, masks=masks, num_single=min(self.num_single, *masks))
 
 
 def leading(view: AttentionView, spans: int) -> AttentionView:
@@ -122,7 +147,12 @@ def leading(view: AttentionView, spans: int) -> AttentionView:
         for s in view.segments
     )
     return replace(
-        view, segments=segments, cu_q=view.cu_q[: spans + 1], num_single=spans, max_q=min(spans, 1)
+        view,
+        segments=segments,
+        cu_q=view.cu_q[: spans + 1],
+        num_single=spans,
+        max_q=min(spans, 1),
+        masks={},
     )
 
 

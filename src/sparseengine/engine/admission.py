@@ -99,7 +99,8 @@ class Ticket:
     def chunk_tokens(self, left: int, budget: int) -> int:
         """Tokens of the next prefill or replay chunk; more than `left` when it must run whole.
 
-        A chunk ends at the prompt's end, at a multiple of the method's block, or at `left` tokens.
+        A chunk ends at the prompt's end, at a multiple of the method's block, or at `left` tokens,
+        cut down to a multiple of `request.align` when a step has room for so many.
         Tokens that a preempted request had generated are a run of their own.
         """
         if self.replays:
@@ -111,7 +112,10 @@ class Ticket:
         block = self.method.prefill_block()
         if block and request.in_prefill:
             end = min(end, (start // block + 1) * block)
-        return min(left, end - start)
+        stop, align = start + min(left, end - start), request.align
+        if stop < end and request.in_prefill and align <= budget:
+            stop = max(stop // align, start // align + 1) * align
+        return min(stop, end) - start
 
     def planned_replays(self) -> tuple[tuple[int, ...], ...]:
         """What the method wants to run again after the prompt; asked once."""

@@ -55,13 +55,15 @@ def build_engine(resolved: Resolved) -> Built:
         make_deterministic(network)
     model: Model = cast(Model, network)
     backends = make_backends(resolved)
-    methods = MethodTable(spec, resolved.methods, resolved.groups, resolved.sparse)
+    methods = MethodTable(
+        spec, resolved.methods, resolved.groups, resolved.sparse, resolved.dense_prefill
+    )
     methods.resolve(methods.default, resolved.max_model_len)
     needs, measured = Needs(estimated_activations(resolved), 0), False
     if resolved.device.type == "cuda":
         needs, measured = profile(resolved, model, backends, methods), True
     cache = make_cache(resolved, sum(needs))
-    controller = Controller(spec, cache, methods.instances)
+    controller = Controller(spec, cache, methods.instances, methods.patterns)
     runner = Runner(model, spec, cache, controller, backends, resolved.device)
     if uses_graphs(resolved):
         runner.graphs = make_graphs(resolved, runner, methods)

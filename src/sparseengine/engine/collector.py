@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparseengine.core.plan import Request
+from sparseengine.core.specs import ModelSpec
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.detokenize import Detokenizer
 from sparseengine.engine.outputs import (
@@ -47,6 +48,7 @@ class Collector:
         self.runner = runner
         self.backend = backend
         self.eos_ids = frozenset(eos_ids)
+        self._token_bytes = token_bytes(controller.model)
         self.counters: Counter[str] = Counter()
         self._families: dict[int, Family] = {}
         self._changed: dict[str, Family] = {}
@@ -112,12 +114,14 @@ class Collector:
         completion = family.members[request.id]
         text = family.texts.get(request.id)
         if text is not None:
-            if not (finish.reason == "stop" and isinstance(finish.stop_reason, str)):
+            is_cut = finish.reason == "stop" and isinstance(finish.stop_reason, str)
+            if not is_cut and finish.reason != "error":
                 stop = text.finish()
                 finish = finish if stop is None else Finish("stop", stop)
             completion.text = text.text
         completion.finish_reason, completion.stop_reason = finish
         completion.sparse = self.controller.recorder.result(request.id)
+        self._note_kv(family, request)
         self.runner.forget(request.id)
         self.counters[f"finished_{finish.reason}"] += 1
         if all(c.finished() for c in family.members.values()):
@@ -149,6 +153,13 @@ class Collector:
             return Finish("stop")
         return Finish("stop", token) if token in p.stop_token_ids else None
 
+    def _note_kv(self, family: Family, request: Request) -> None:
+        """What its rows hold at the end, beside what dense rows would."""
+        metrics = family.output.metrics
+        if metrics is not None and request.computed:
+            metrics.kv_bytes += self.controller.cache.usage(request.id).bytes
+            metrics.dense_kv_bytes += request.computed * self._token_bytes
+
     def _add_logprobs(self, completion: CompletionOutput, token: int, row: Logprobs) -> None:
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
@@ -163,6 +174,12 @@ class Collector:
     def _token_text(self, token: int) -> str:
         text: str = self.backend.decode([token], skip_special_tokens=False)
         return text
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Bytes that dense storage takes for a token, all layers together."""
+    layers = [model.layers[i] for i in model.kv_layers]
+    return sum(s.kv_heads * sum(s.stored_dims) for s in layers) * model.dtype.itemsize
 
 
 def new_family(

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep, SparseMethod
-from sparseengine.core.plan import Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Purpose, StepPlan
+from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerKind, ModelSpec
-from sparseengine.core.view import Keep, Selection
+from sparseengine.core.view import BlockMask, Keep, Selection
+from sparseengine.engine.faults import attempt, blame
 from sparseengine.engine.record import Recorder
 from sparseengine.errors import UnsupportedError
 
@@ -39,17 +41,24 @@ class Controller:
     entries while it runs. Layers of a kind that a method does not act on are skipped. A method sees
     its own chunks only; `select` is asked for DECODE chunks, and the selections of several methods
     in one step are merged into one, in which every other chunk reads all of its columns.
+    `patterns` maps the keys that requests carry as `Request.prefill`; those it lacks are dense.
     """
 
     def __init__(
-        self, model: ModelSpec, cache: CacheManager, methods: Mapping[str, SparseMethod]
+        self,
+        model: ModelSpec,
+        cache: CacheManager,
+        methods: Mapping[str, SparseMethod],
+        patterns: Mapping[str, PrefillPattern] | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.methods = methods
+        self.patterns = {} if patterns is None else patterns
         self.recorder = Recorder(model, cache)
         self._plan: StepPlan | None = None
         self._parts: list[_Part] = []
+        self._patterned: list[tuple[int, PrefillPattern]] = []
         self._order: dict[tuple[int, ...], Tensor] = {}
 
     def select(self, at: LayerStep) -> Selection | None:
@@ -57,7 +66,11 @@ class Controller:
         found: list[tuple[list[int], Selection]] = []
         for part in self._acting(at, "select"):
             if part.decodes:
-                selection = part.method.select(self._narrow(at, part.decodes))
+                try:
+                    selection = part.method.select(self._narrow(at, part.decodes))
+                except Exception as error:
+                    _blame(error, at.plan, part.decodes)
+                    raise
                 if selection is not None:
                     found.append((part.decodes, selection))
         merged = self._merge(at, found) if found else None
@@ -65,16 +78,41 @@ class Controller:
             self.recorder.on_select(at, merged)
         return merged
 
+    def prefill_masks(self, at: LayerStep) -> dict[int, BlockMask]:
+        """Ask the patterns of the step what its prompt chunks read."""
+        self._split(at.plan)
+        masks: dict[int, BlockMask] = {}
+        for chunk, pattern in self._patterned:
+            if at.spec.kind in pattern.traits.kinds:
+                try:
+                    mask = pattern.pattern(at, chunk)
+                except Exception as error:
+                    _blame(error, at.plan, (chunk,))
+                    raise
+                if mask is not None:
+                    masks[chunk] = mask
+        if masks and self.recorder.is_recording(at.plan):
+            self.recorder.on_masks(at, masks)
+        return masks
+
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
-            part.method.observe(self._narrow(at, part.chunks))
+            try:
+                part.method.observe(self._narrow(at, part.chunks))
+            except Exception as error:
+                _blame(error, at.plan, part.chunks)
+                raise
 
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """A step of decodes ran as a captured graph; lens: the longest row of each chunk."""
         for part in self._split(plan):
             if _overrides(part.method, "replayed"):
                 chosen = [lens[i] for i in part.chunks]
-                part.method.replayed(_subplan(plan, part.chunks), chosen)
+                try:
+                    part.method.replayed(_subplan(plan, part.chunks), chosen)
+                except Exception as error:
+                    _blame(error, plan, part.chunks)
+                    raise
 
     def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         for part in self._acting(at, "layer_end"):
@@ -82,7 +120,11 @@ class Controller:
                 hidden, extra = hidden + extra, None
             sub = self._narrow(at, part.chunks)
             rows = [hidden[slice(*at.span(i))] for i in part.chunks]
-            part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
+            try:
+                part.method.layer_end(sub, hidden if sub is at else torch.cat(rows))
+            except Exception as error:
+                _blame(error, at.plan, part.chunks)
+                raise
 
     def end_step(self, plan: StepPlan) -> None:
         """Truncate replays, weigh, evict, apply, seal, in this order: summaries follow eviction."""
@@ -96,7 +138,11 @@ class Controller:
                 layers = partial(self._stored, part)
                 part.method.weigh(_subplan(plan, part.chunks), layers)
             if _overrides(part.method, "evict"):
-                keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
+                try:
+                    keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
+                except Exception as error:
+                    _blame(error, plan, part.chunks)
+                    raise
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
@@ -116,7 +162,7 @@ class Controller:
     def forget(self, request_id: int) -> None:
         """The request ended or was preempted."""
         for method in self.methods.values():
-            method.forget(request_id)
+            attempt(partial(method.forget, request_id))
 
     def _apply(self, keeps: Sequence[Keep]) -> None:
         if keeps:
@@ -138,6 +184,11 @@ class Controller:
                 if chunk.purpose is Purpose.DECODE:
                     part.decodes.append(i)
             self._plan, self._parts, self._order = plan, list(parts.values()), {}
+            self._patterned = [
+                (i, self.patterns[chunk.request.prefill])
+                for i, chunk in enumerate(plan.chunks)
+                if _is_prompt(chunk) and chunk.request.prefill in self.patterns
+            ]
         return self._parts
 
     def _acting(self, at: LayerStep, hook: str) -> Iterator[_Part]:
@@ -204,6 +255,15 @@ def _as_slots(selection: Selection, page_size: int) -> Selection:
     index = selection.index[..., None]
     slots = index * page_size + torch.arange(page_size, dtype=torch.int32, device=index.device)
     return Selection(torch.where(index >= 0, slots, -1).flatten(2), "slot")
+
+
+def _blame(error: BaseException, plan: StepPlan, chunks: Sequence[int]) -> None:
+    blame(error, (plan.chunks[i].request.id for i in chunks))
+
+
+def _is_prompt(chunk: Chunk) -> bool:
+    """Not a replay, and not tokens that a preempted request had generated densely."""
+    return chunk.purpose is Purpose.PREFILL and chunk.start < chunk.request.prompt_len
 
 
 def _subplan(plan: StepPlan, chunks: list[int]) -> StepPlan:

@@ -9,8 +9,10 @@ from dataclasses import replace
 import torch
 
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Request
 from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
+from sparseengine.engine.faults import blamed, describe, is_fatal
 from sparseengine.engine.intake import Intake, Submission
 from sparseengine.engine.outputs import Finish, RequestOutput
 from sparseengine.engine.pending import Pending
@@ -64,7 +66,7 @@ class Engine:
             self.controller.end_step(plan)
             self.scheduler.commit(plan, samples)
             self.num_steps += 1
-        return self._report()
+        return self.report()
 
     def _step_ahead(self) -> list[RequestOutput]:
         """Launch a step, then book the one before it, which the device has meanwhile finished.
@@ -84,10 +86,12 @@ class Engine:
             self.scheduler.book(before.plan, self.runner.collect(before))
         if plan is not None and not self.scheduler.advance(plan):
             self._pending = None
-        return self._report()
+        return self.report()
 
     def _may_run_ahead(self, pending: Pending) -> bool:
         """Whether the next step can be planned before the tokens of this one are known."""
+        if self.scheduler.quarantine.is_active:  # one step at a time shows who fails
+            return False
         return not any(
             c.forks or c.request.sparse.record or self.runner.sampler.needs_last(c.request)
             for c in pending.plan.chunks
@@ -168,9 +172,22 @@ class Engine:
             error = None if grammar is None else grammar.exception()
             for request in submission.requests:
                 if error is None:
-                    self.scheduler.add(request)
+                    self._queue(request)
                 else:
                     self.collector.end(request, Finish("error", str(error)))
+
+    def _queue(self, request: Request) -> None:
+        """A method's own code is asked for its demand here: a fault in it ends the request."""
+        try:
+            self.scheduler.add(request)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            self.collector.end(request, Finish("error", describe(error)))
+
+    def is_compiling(self, request_id: str) -> bool:
+        """Whether a request still waits for its grammar."""
+        return any(s.request_id == request_id for s in self._compiling)
 
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason "abort"; unknown or finished ids are ignored.
@@ -188,7 +205,7 @@ class Engine:
 
     def discard(self) -> None:
         """Forget outputs that nobody waits for, after `abort`."""
-        self._report()
+        self.report()
 
     def metrics(self) -> dict[str, float]:
         """Counters and gauges under vLLM's names."""
@@ -207,7 +224,13 @@ class Engine:
             found[f"request_success_{reason}"] = counters[f"finished_{reason}"]
         return found
 
-    def _report(self) -> list[RequestOutput]:
+    def recover(self, error: Exception) -> None:
+        """After `step` raised: end the request that is to blame, let all others go on."""
+        self._pending = None
+        self.scheduler.recover(blamed(error), describe(error))
+
+    def report(self) -> list[RequestOutput]:
+        """Outputs that ended or, streamed, grew since the last call."""
         outputs = self.collector.take()
         for output in outputs:
             if output.finished:

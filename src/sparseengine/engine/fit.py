@@ -15,6 +15,7 @@ from sparseengine.engine.memory import (
     cpu_kv_bytes,
     estimated_activations,
     memory_table,
+    pattern_bytes,
     scratch_bytes,
 )
 from sparseengine.errors import ConfigError
@@ -95,6 +96,7 @@ def plan_cache(resolved: Resolved, *, memory_bytes: int, prompt_tokens: int) -> 
     weights = weight_bytes(model, packed=here and packs(resolved.dtype))
     chunk = resolved.config.scheduler.max_num_batched_tokens
     activations = estimated_activations(resolved) + scratch_bytes(model, prompt_tokens, chunk)
+    activations += pattern_bytes(resolved, prompt_tokens)
     share = resolved.config.cache.gpu_memory_utilization
     left = int(memory_bytes * share) - weights - activations
     if left <= 0:

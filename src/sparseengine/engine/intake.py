@@ -11,12 +11,14 @@ from typing import Any
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
+from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import CacheGroup, ModelSpec
 from sparseengine.engine.grammars import Grammar
 from sparseengine.engine.sampling import SamplingExtras
 from sparseengine.engine.structured import TIMEOUT_S, Constraint, GrammarCompiler, result_of
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_storage, make_method, resolve_budget
+from sparseengine.methods.prefill import PATTERNS, make_pattern
 
 
 class MethodTable:
@@ -24,6 +26,7 @@ class MethodTable:
 
     `instances` is the mapping that the controller and the scheduler read; it grows while the engine
     runs. The storage was planned at start-up, so knobs that need other storage are refused.
+    `patterns` is the same for prefill patterns; dense: why prompts cannot have one, if they cannot.
     """
 
     def __init__(
@@ -32,8 +35,11 @@ class MethodTable:
         enabled: Sequence[str],
         groups: tuple[CacheGroup, ...],
         default: SparseParams | None = None,
+        dense: str | None = None,
     ) -> None:
         self.model = model
+        self.patterns: dict[str, PrefillPattern] = {}
+        self._dense = dense
         self.enabled = tuple(METHODS.canonical(name) for name in enabled)
         self.groups = groups
         self.default = default or SparseParams(self.enabled[0])
@@ -51,7 +57,7 @@ class MethodTable:
                 f"method {sparse.method!r} is not enabled in this engine, which was started with "
                 f"{', '.join(self.enabled)}; add it to enable_methods"
             )
-        key = name + (repr(sorted(sparse.knobs.items())) if sparse.knobs else "")
+        key = _key(name, sparse.knobs)
         if key not in self.instances:
             method = make_method(name, sparse.knobs, self.model, page_size=self._page_size)
             check_storage(method, self.groups)
@@ -59,8 +65,28 @@ class MethodTable:
         budget = resolve_budget(type(self.instances[key]), sparse, prompt_len)
         return key, budget
 
+    def resolve_prefill(self, sparse: SparseParams) -> tuple[str, int]:
+        """(key of the pattern, tokens per block). Raises `RequestError`."""
+        try:
+            name = PATTERNS.canonical(sparse.prefill)
+        except ConfigError as error:  # an unknown name; here it is one request's fault
+            raise RequestError(str(error)) from None
+        key = _key(name, sparse.prefill_config)
+        if key not in self.patterns:
+            pattern = make_pattern(name, sparse.prefill_config, self.model)
+            if self._dense is not None and type(pattern).pattern is not PrefillPattern.pattern:
+                raise RequestError(f"prefill={sparse.prefill!r} is not possible: {self._dense}")
+            self.patterns[key] = pattern
+        return key, self.patterns[key].block
+
+
+def _key(name: str, knobs: Mapping[str, Any]) -> str:
+    return name + (repr(sorted(knobs.items())) if knobs else "")
+
 
 def _is_integer(value: object) -> bool:
+    if type(value) is int:  # the quick way: a long prompt asks once per token
+        return True
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -122,6 +148,7 @@ class Intake:
         sparse = sparse or self.methods.default
         self._check_sampling(sampling)
         key, budget = self.methods.resolve(sparse, len(ids))
+        prefill, align = self.methods.resolve_prefill(sparse)
         room = self.max_model_len - len(ids)
         max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         words = self._bad_words(sampling)
@@ -141,6 +168,8 @@ class Intake:
                 budget=budget,
                 arrival=parent,
                 parent=parent if index else None,
+                prefill=prefill,
+                align=align,
             )
             requests.append(request)
             seed = self._seed(sampling, parent, index)

@@ -13,6 +13,7 @@ from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.specs import ModelSpec
 from sparseengine.engine.admission import charge, fitting
+from sparseengine.methods.prefill import make_pattern
 from sparseengine.resolve import Resolved
 
 DEFAULT_CPU_BYTES = 4 << 30
@@ -127,6 +128,14 @@ def attention_scratch_bytes(
         (b.scratch_bytes(x, tokens, length, size) for b, x in pairs if hasattr(b, "scratch_bytes")),
         default=0,
     )
+
+
+def pattern_bytes(resolved: Resolved, tokens: int) -> int:
+    """What the default prefill pattern takes on top of that for a prompt of so many tokens."""
+    sparse = resolved.sparse
+    pattern = make_pattern(sparse.prefill, sparse.prefill_config, resolved.spec)
+    queries = min(resolved.config.scheduler.max_num_batched_tokens, tokens)
+    return pattern.scratch_bytes(queries, tokens)
 
 
 def memory_table(

@@ -43,12 +43,18 @@ class Sample:
 
 @dataclass(slots=True, kw_only=True)
 class RequestMetrics:
-    """Monotonic seconds, and what happened to the request."""
+    """Monotonic seconds, and what happened to the request.
+
+    kv_bytes: what the rows of its completions held when they ended; dense_kv_bytes: what dense
+    storage of the same tokens would have held.
+    """
 
     arrival_time: float
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    kv_bytes: int = 0
+    dense_kv_bytes: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

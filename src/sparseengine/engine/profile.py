@@ -14,7 +14,7 @@ from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.graphs import DecodeGraphs
 from sparseengine.engine.intake import MethodTable
-from sparseengine.engine.memory import attention_scratch_bytes, scratch_bytes
+from sparseengine.engine.memory import attention_scratch_bytes, pattern_bytes, scratch_bytes
 from sparseengine.engine.model import Model
 from sparseengine.engine.runner import Runner
 from sparseengine.resolve import Resolved
@@ -76,7 +76,7 @@ def profile(
         dtype=resolved.dtype,
     )
     before = torch.cuda.memory_allocated(device)
-    controller = Controller(resolved.spec, cache, methods.instances)
+    controller = Controller(resolved.spec, cache, methods.instances, methods.patterns)
     runner = Runner(model, resolved.spec, cache, controller, backends, device)
     _prefill(runner, methods, tokens, scheduler.max_num_seqs)
     torch.cuda.synchronize(device)
@@ -87,6 +87,8 @@ def profile(
     wide, near = (
         attention_scratch_bytes(backends, resolved.spec, tokens, n) for n in (longest, tokens)
     )
+    activations += max(0, wide - near)
+    wide, near = (pattern_bytes(resolved, n) for n in (longest, tokens))
     activations += max(0, wide - near)
     graphs = 0
     if uses_graphs(resolved):
@@ -102,6 +104,7 @@ def profile(
 def _prefill(runner: Runner, methods: MethodTable, tokens: int, max_rows: int) -> None:
     """One prompt of `tokens` as one chunk, and the logits of as many rows as ever sample."""
     key, budget = methods.resolve(methods.default, tokens)
+    prefill, _ = methods.resolve_prefill(methods.default)
     request = Request(
         id=0,
         tokens=[0] * tokens,
@@ -110,6 +113,7 @@ def _prefill(runner: Runner, methods: MethodTable, tokens: int, max_rows: int) -
         sampling=SamplingParams(temperature=0.0),
         method=key,
         budget=budget,
+        prefill=prefill,
     )
     plan = StepPlan((Chunk(request, tuple(request.tokens), 0, Purpose.PREFILL, True),))
     cache = runner.cache

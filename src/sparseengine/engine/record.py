@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep
+from sparseengine.core.params import DENSE_PREFILL
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
-from sparseengine.core.view import Keep, Selection
+from sparseengine.core.view import BlockMask, Keep, Selection
 
 Positions = NDArray[np.int64]
 
@@ -46,6 +47,8 @@ class SparseOutput:
 
     `retained` has one entry when the prompt is done and one per eviction after it; `reads` one per
     decode step; a layer is missing in `reads[i].positions` when everything stored was read.
+    `prefill_density`: of the pairs of a block of queries and a block of keys before it, the part
+    that was read, over layers and prompt chunks with a pattern; None: there was none.
     """
 
     method: str
@@ -54,6 +57,8 @@ class SparseOutput:
     resident_bytes: int
     retained: list[Retained] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)
+    prefill: str = DENSE_PREFILL
+    prefill_density: float | None = None
 
     @property
     def bytes_read_per_step(self) -> list[int]:
@@ -72,6 +77,7 @@ class _Entry:
     evicted: bool = False
     reading: dict[int, list[list[int]]] = field(default_factory=dict)
     bytes_read: int = 0
+    blocks: tuple[int, int] = (0, 0)  # of keys for queries: those read, all
 
 
 class Recorder:
@@ -112,6 +118,25 @@ class Recorder:
                 # what was read was chosen by the summaries of all pages
                 pages = sum(-(-len(r) // at.page_size) for r in rows)
                 entry.bytes_read += pages * at.page_aux_bytes
+
+    def on_masks(self, at: LayerStep, masks: Mapping[int, BlockMask]) -> None:
+        """What prompt chunks read at a layer."""
+        for i, mask in masks.items():
+            chunk = at.plan.chunks[i]
+            if chunk.request.sparse.record:
+                entry = self._entry(chunk.request)
+                heads, rows, columns = mask.mask.shape
+                n = len(chunk.tokens)
+                last = [min((r + 1) * mask.block - mask.offset, n) - 1 for r in range(rows)]
+                seen = [
+                    min((length - n + q) // mask.block + 1, columns)
+                    for length in at.lens(i)
+                    for q in last
+                ]
+                possible = sum(seen) * heads // len(at.lens(i))
+                read, every = entry.blocks
+                entry.blocks = read + int(mask.mask.sum()), every + possible
+                entry.out.prefill_density = entry.blocks[0] / max(1, entry.blocks[1])
 
     def on_stored(self, plan: StepPlan) -> None:
         """The forward is done: this step's tokens are in their rows (replays are not)."""
@@ -172,6 +197,7 @@ class Recorder:
             entry = self._entry(request)
             entry.rows = {la: list(rows) for la, rows in parent.rows.items()}
             entry.out.retained = list(parent.out.retained)
+            entry.out.prefill_density = parent.out.prefill_density
             entry.out.resident_bytes = parent.out.resident_bytes
 
     def forget(self, request_id: int) -> None:
@@ -187,7 +213,13 @@ class Recorder:
             empty = np.zeros(0, dtype=np.int64)
             specs = self._model.layers
             rows = {la: [empty] * specs[la].kv_heads for la in self._model.kv_layers}
-            out = SparseOutput(request.sparse.method, request.budget, request.prompt_len, 0)
+            out = SparseOutput(
+                request.sparse.method,
+                request.budget,
+                request.prompt_len,
+                0,
+                prefill=request.sparse.prefill,
+            )
             self._entries[request.id] = _Entry(rows, out)
         return self._entries[request.id]
 

@@ -22,6 +22,7 @@ from sparseengine.cache.tensors import upload
 from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Request
 from sparseengine.engine.draw import NEG_INF, draw, knobs_of, truncates
+from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Logprob, Logprobs, Sample
 from sparseengine.engine.structured import Constraint
 
@@ -95,7 +96,11 @@ class Sampler:
         if touched:
             work = logits.clone()
             for i in touched:
-                self._process(work[i], requests[i])
+                try:
+                    self._process(work[i], requests[i])
+                except Exception as error:
+                    blame(error, (requests[i].id,))
+                    raise
         params = [r.sampling for r in requests]
         if all(p.greedy for p in params):
             tokens = work.argmax(-1)

@@ -13,7 +13,7 @@ and the oldest waiting request until its pages are free.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from sparseengine.config import SchedulerConfig
@@ -21,7 +21,9 @@ from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import Admission, Ticket
+from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Finish, Sample
+from sparseengine.engine.quarantine import Quarantine
 from sparseengine.errors import CapacityError
 
 
@@ -68,6 +70,8 @@ class Scheduler:
         self.siblings: dict[int, list[Request]] = {}
         self.running: dict[int, Ticket] = {}
         self.num_preemptions = 0
+        self.quarantine = Quarantine()
+        self._in_flight: list[set[int]] = []  # ids of plans that are not booked yet
         self._stall_steps = 0
         # Decodes share a step or none runs, so no more requests run than a step has tokens.
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -126,7 +130,7 @@ class Scheduler:
         while True:
             if not preempted or not self.running:
                 self._admit()
-            chunks = self._pick()
+            chunks = self.quarantine.choose(self._pick())
             if not chunks:
                 return None
             plan = StepPlan(tuple(chunks), tuple(preempted))
@@ -138,6 +142,7 @@ class Scheduler:
                 self._make_room(error, preempted)
                 continue
             self._note(chunks)
+            self._in_flight.append({c.request.id for c in chunks})
             return plan
 
     def _admit(self) -> None:
@@ -149,7 +154,11 @@ class Scheduler:
         while self.waiting:
             request = self.waiting[0]
             siblings = self.siblings.get(request.id, [])
-            ticket = self.admission.admit(request, siblings, room, available)
+            try:
+                ticket = self.admission.admit(request, siblings, room, available)
+            except Exception as error:
+                blame(error, (request.id,))
+                raise
             if ticket is None:
                 if not self.running:  # cannot happen while check_fits and the cache agree
                     self.waiting.pop(0)
@@ -193,11 +202,15 @@ class Scheduler:
         for ticket in prefills:
             if left <= 0:
                 break
-            size = ticket.chunk_tokens(left, budget)
-            is_alone = size > budget
-            if size > left and not (is_alone and not chunks and left == budget):
-                continue
-            chunks.append(self._chunk(ticket, size))
+            try:
+                size = ticket.chunk_tokens(left, budget)
+                is_alone = size > budget
+                if size > left and not (is_alone and not chunks and left == budget):
+                    continue
+                chunks.append(self._chunk(ticket, size))
+            except Exception as error:  # a method's own code is asked here
+                blame(error, (ticket.request.id,))
+                raise
             left -= size
         return chunks
 
@@ -253,9 +266,15 @@ class Scheduler:
         """
         live = [c for c in plan.chunks if c.request.id in self.running]
         for chunk in live:
-            self.running[chunk.request.id].advance(chunk)
+            try:
+                self.running[chunk.request.id].advance(chunk)
+            except Exception as error:
+                blame(error, (chunk.request.id,))
+                raise
             if chunk.samples:
                 chunk.request.tokens.append(UNKNOWN)
+        if not live:
+            del self._in_flight[-1:]
         return bool(live)
 
     def book(self, plan: StepPlan, samples: Mapping[int, Sample]) -> None:
@@ -264,40 +283,91 @@ class Scheduler:
             ticket = self.running.get(chunk.request.id)
             if ticket is None:
                 continue
-            for sibling in chunk.forks:
-                self._fork(ticket, sibling, samples[sibling.id])
-            if chunk.ends_prompt:
-                self._orphan(chunk.request.id)
-            if chunk.samples:
-                assert chunk.request.tokens.pop() == UNKNOWN, "booked out of order"
-                finish = self._append(chunk.request, samples[chunk.request.id])
-                if finish is not None:
-                    self._finish(chunk.request, finish)
-                    continue
-            if ticket.decodes and not ticket.is_steady:  # known once the token is appended
-                self.admission.settle(ticket)
+            try:
+                self._book(ticket, chunk, samples)
+            except Exception as error:
+                blame(error, (chunk.request.id,))
+                raise
+        del self._in_flight[:1]
+
+    def _book(self, ticket: Ticket, chunk: Chunk, samples: Mapping[int, Sample]) -> None:
+        for sibling in chunk.forks:
+            self._fork(ticket, sibling, samples[sibling.id])
+        if chunk.ends_prompt:
+            self._orphan(chunk.request.id)
+        if chunk.samples:
+            assert chunk.request.tokens.pop() == UNKNOWN, "booked out of order"
+            finish = self._append(chunk.request, samples[chunk.request.id])
+            if finish is not None:
+                self._finish(chunk.request, finish)
+                return
+        self.quarantine.advanced(chunk.request)
+        if ticket.decodes and not ticket.is_steady:  # known once the token is appended
+            self.admission.settle(ticket)
 
     def _append(self, request: Request, sample: Sample) -> Finish | None:
         if sample.error is not None:
             return Finish("error", sample.error)
         request.tokens.append(sample.token)
-        return self.sink.push(request, sample)
+        try:
+            return self.sink.push(request, sample)
+        except Exception as error:
+            blame(error, (request.id,))
+            raise
 
     def _fork(self, parent: Ticket, sibling: Request, sample: Sample) -> None:
         """The sibling takes its own first token and, unless that ends it, the parent's rows."""
-        self.siblings[parent.request.id].remove(sibling)
-        sibling.parent = None
+        waiting = self.siblings[parent.request.id]
         finish = self._append(sibling, sample)
         if finish is not None:
+            waiting.remove(sibling)
+            sibling.parent = None
             self._finish(sibling, finish)
             return
+        ticket = self.admission.fork(parent, sibling)
         self.cache.fork(parent.request.id, sibling.id)
+        waiting.remove(sibling)  # last: whatever fails above leaves it where it is found again
+        sibling.parent = None
         sibling.computed = sibling.prompt_len
-        self.running[sibling.id] = self.admission.fork(parent, sibling)
+        self.running[sibling.id] = ticket
         self.sink.forked(parent.request, sibling)
+
+    def recover(self, suspects: Sequence[int], message: str) -> None:
+        """A step failed part way: end the suspect, run everything else anew from its tokens.
+
+        Several suspects (none named: all in the step) are run one by one from here on, until they
+        are past where it failed; the one that fails alone is ended.
+        """
+        running = [t.request for t in self.running.values()]
+        ids = set(suspects) or set().union(*self._in_flight) or {r.id for r in running}
+        self._in_flight.clear()
+        for request in running:  # what a step under way samples is never booked
+            while request.tokens[-1] == UNKNOWN:
+                request.tokens.pop()
+        if not ids and self.waiting:
+            ids = {self.waiting[0].id}
+        for ticket in list(self.running.values()):
+            if len(ids) > 1 or ticket.request.id not in ids:
+                if ticket.request.id in ids:
+                    self.quarantine.suspect(ticket.request)
+                self._preempt(ticket)
+        if len(ids) == 1:
+            queues = (self.waiting, *self.siblings.values())
+            everyone = [*running, *(r for queue in queues for r in queue)]
+            for request in everyone:
+                if request.id in ids:
+                    self._end_faulty(request, message)
+                    return
+
+    def _end_faulty(self, request: Request, message: str) -> None:
+        for queue in (self.waiting, *self.siblings.values()):
+            if request in queue:
+                queue.remove(request)
+        self._finish(request, Finish("error", message))
 
     def _finish(self, request: Request, finish: Finish) -> None:
         self.sink.end(request, finish)
+        self.quarantine.forget(request)
         if request.id in self.running:
             self._drop(self.running[request.id], preempted=False)
         self._orphan(request.id)

@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparseengine.console import note, positive
 from sparseengine.errors import ConfigError, RequestError
+from sparseengine.evals.chart import Point, draw
+from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import (
     Case,
     add_eval_arguments,
@@ -33,6 +35,7 @@ from sparseengine.evals.options import (
     finish,
     leave_out,
     mib,
+    settings_of,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +45,8 @@ if TYPE_CHECKING:
 
 FOOTNOTE = (
     "KL in nats from dense, mean and 99th percentile; top-1: same likeliest token as dense; "
-    "resident and read/step: MiB of KV, measured on the first text"
+    "resident and read/step: MiB of KV, prefill: part of its block pairs that a pattern read, "
+    "measured on the first text"
 )
 
 
@@ -73,11 +77,19 @@ class Agree:
         text = read_text(args.text)
         cases = cases_of(args)
         folder = None if args.output is None else make_folder(args.output)
+        facts = {
+            **settings_of(args),
+            "input_len": args.input_len,
+            "output_len": args.output_len,
+            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        }
+        journal = Journal(folder, facts, resume=args.resume)
         dense: list[Tensor] = []
-        rows: list[dict[str, Any]] = []
-        raw: list[dict[str, Any]] = []
         skipped: dict[str, str] = {}
-        for llm, group in engines(args, cases, skipped):
+        is_open = [c for c in cases if key_of(c) not in journal]
+        # what dense gives is not in the journal: it runs first, whenever anything does
+        todo = [cases[0], *(c for c in is_open if c is not cases[0])] if is_open else []
+        for llm, group in engines(args, todo, skipped):
             pieces = pieces_of(llm, text, args.num_texts, args.input_len + args.output_len + 1)
             for case in group:
                 note(f"running {case.label} ...")
@@ -87,15 +99,30 @@ class Agree:
                     leave_out(args, case, error, skipped, case.label)
                     continue
                 dense = dense or logits
-                rows.append(row)
-                raw += samples
-        facts = {
-            "model": llm.resolved.source.name,
-            "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            "skipped": skipped,
-        }
-        finish("agree", folder, facts, raw, rows, [shown(row) for row in rows], FOOTNOTE)
+                if key_of(case) not in journal:
+                    journal.add(key_of(case), row, samples)
+        rows, raw = journal.take([key_of(case) for case in cases])
+        info = {**facts, "skipped": skipped}
+        finish("agree", folder, info, raw, rows, [shown(row) for row in rows], FOOTNOTE)
+        if folder is not None:
+            points = [point(row) for row in rows]
+            draw(folder / "plot.svg", points, quality="KL from dense, nats", log=True)
         return 0
+
+
+def key_of(case: Case) -> dict[str, Any]:
+    return {"method": case.method, "budget": case.budget}
+
+
+def point(row: dict[str, Any]) -> Point:
+    tokens = row["stored_tokens"]
+    return Point(
+        panel=f"{row['prompt_tokens']} tokens",
+        method=row["method"],
+        resident=row["resident_bytes"] / tokens,
+        read=row["bytes_read_per_step"] / tokens,
+        quality=row["kl_mean"],
+    )
 
 
 def read_text(path: str | None) -> str:
@@ -142,16 +169,17 @@ def run_case(
         compare(p, q, piece[prompt_len + 1 :])
         for p, q, piece in zip(dense or logits, logits, pieces, strict=True)
     ]
-    label = {"method": case.method, "budget": case.budget}
-    samples = [{**label, "text": i, **place.to_dict()} for i, place in enumerate(places)]
+    samples = [{**key_of(case), "text": i, **place.to_dict()} for i, place in enumerate(places)]
     reads = seen.bytes_read_per_step
     row = {
-        **label,
+        **key_of(case),
         "prompt_tokens": prompt_len,
         "budget_tokens": seen.budget,
         **summary(places),
+        "stored_tokens": len(pieces[0]) - 1,
         "resident_bytes": seen.resident_bytes,
         "bytes_read_per_step": sum(reads) / len(reads),
+        "prefill_density": seen.prefill_density,
     }
     return row, samples, logits
 
@@ -169,6 +197,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "dense ppl": row["dense_perplexity"],
         "resident": mib(row["resident_bytes"]),
         "read/step": mib(row["bytes_read_per_step"]),
+        "prefill": row["prefill_density"],
     }
 
 

@@ -1,8 +1,8 @@
-"""Teacher forcing through the engine's own decode steps, and the comparison of what they gave."""
+"""Given tokens through the engine's own decode steps, and the comparison of what those gave."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
+from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput, Sample
 from sparseengine.engine.record import SparseOutput
-from sparseengine.engine.sampling import Sampler
+from sparseengine.engine.sampling import Drawn, Draws, Sampler
 from sparseengine.errors import ConfigError, SparseEngineError
 
 if TYPE_CHECKING:
@@ -21,56 +22,64 @@ if TYPE_CHECKING:
 
 
 class ForcedSampler(Sampler):
-    """Answers with given tokens and keeps the logits of decode steps, fp32 on the host."""
+    """Answers with given tokens first, then as usual. May keep the logits of decode steps."""
 
     def __init__(self) -> None:
         super().__init__()
         self.forced: dict[int, Sequence[int]] = {}
         self.logits: dict[int, list[Tensor]] = {}
+        self._rows = torch.empty(0)
+        self._ends: dict[int, tuple[int, Callable[[Sequence[int]], bool]]] = {}
 
-    def force(self, request: Request, tokens: Sequence[int]) -> None:
-        """tokens: one for the end of the prefill and one for every decode step."""
+    def force(self, request: Request, tokens: Sequence[int], *, keep_logits: bool = False) -> None:
+        """tokens: the first is given at the end of the prefill, the others by decode steps."""
         self.forced[request.id] = tokens
-        self.logits[request.id] = []
+        if keep_logits:
+            self.logits[request.id] = []
 
-    def needs_logits(self, requests: Sequence[Request]) -> bool:
-        return True
+    def end_when(
+        self, request: Request, eos: int, is_done: Callable[[Sequence[int]], bool]
+    ) -> None:
+        """Give `eos` once `is_done` says so of the tokens behind the forced ones."""
+        self._ends[request.id] = (eos, is_done)
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> list[Sample]:
-        found = super().sample(logits, requests)
+    def draws(self, requests: Sequence[Request]) -> Draws | None:
+        return None  # captured steps would give tokens without their logits
+
+    def needs_last(self, request: Request) -> bool:
+        return True  # so that no step runs ahead with a token that is about to be replaced
+
+    def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
+        self._rows = logits
+        return super().draw(logits, requests)
+
+    def collect(self, drawn: Drawn, requests: Sequence[Request]) -> list[Sample]:
+        found, logits = super().collect(drawn, requests), self._rows
         for i, request in enumerate(requests):
             if found[i].error is None:
-                step = request.num_generated
-                found[i] = Sample(token=self.forced[request.id][step])
-                if step > 0:
-                    self.logits[request.id].append(logits[i].float().cpu())
+                found[i] = self._replace(found[i], request, logits[i])
         return found
 
+    def _replace(self, sample: Sample, request: Request, row: Tensor) -> Sample:
+        """Logits fp32 [V] are kept on the host."""
+        step, tokens = request.num_generated, self.forced.get(request.id, ())
+        if step > 0 and request.id in self.logits:
+            self.logits[request.id].append(row.float().cpu())
+        if step < len(tokens):
+            return Sample(token=tokens[step])
+        if request.id in self._ends:
+            eos, is_done = self._ends[request.id]
+            if is_done(request.tokens[request.prompt_len + len(tokens) :]):
+                return Sample(token=eos)
+        return sample
 
-def forced_logits(
-    llm: LLM, pieces: Sequence[Sequence[int]], prompt_len: int, sparse: Sequence[SparseParams]
-) -> tuple[list[Tensor], SparseOutput]:
-    """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
 
-    Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
-    the first piece, whose `sparse` must ask for it.
-    """
-    engine, sampler = llm.engine, ForcedSampler()
+def drive(
+    llm: LLM, sampler: ForcedSampler, submissions: Sequence[Submission]
+) -> list[RequestOutput]:
+    """Run prepared prompts to their end with this sampler; the engine gets its own back."""
+    engine = llm.engine
     before = engine.runner.sampler
-    submissions = []
-    for piece, params in zip(pieces, sparse, strict=True):
-        after = piece[prompt_len:]
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=len(after), ignore_eos=True, detokenize=False
-        )
-        submission = engine.prepare(piece[:prompt_len], sampling, params)
-        if submission.requests[0].max_tokens < len(after):
-            raise ConfigError(
-                f"{len(piece)} tokens do not fit into max_model_len={engine.intake.max_model_len}; "
-                "lower --input-len or --output-len"
-            )
-        sampler.force(submission.requests[0], after)
-        submissions.append(submission)
     engine.runner.sampler = sampler
     outputs: dict[str, RequestOutput] = {}
     try:
@@ -83,7 +92,33 @@ def forced_logits(
             engine.abort(submission.request_id)
         engine.discard()
         engine.runner.sampler = before
-    first = [outputs[s.request_id].outputs[0] for s in submissions]
+    return [outputs[s.request_id] for s in submissions]
+
+
+def forced_logits(
+    llm: LLM, pieces: Sequence[Sequence[int]], prompt_len: int, sparse: Sequence[SparseParams]
+) -> tuple[list[Tensor], SparseOutput]:
+    """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
+
+    Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
+    the first piece, whose `sparse` must ask for it.
+    """
+    engine, sampler = llm.engine, ForcedSampler()
+    submissions = []
+    for piece, params in zip(pieces, sparse, strict=True):
+        after = piece[prompt_len:]
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=len(after), ignore_eos=True, detokenize=False
+        )
+        submission = engine.prepare(piece[:prompt_len], sampling, params)
+        if submission.requests[0].max_tokens < len(after):
+            raise ConfigError(
+                f"{len(piece)} tokens do not fit into max_model_len={engine.intake.max_model_len}; "
+                "lower --input-len or --output-len"
+            )
+        sampler.force(submission.requests[0], after, keep_logits=True)
+        submissions.append(submission)
+    first = [output.outputs[0] for output in drive(llm, sampler, submissions)]
     for completion in first:
         if completion.finish_reason != "length":
             raise SparseEngineError(f"a forced run ended early: {completion.stop_reason}")

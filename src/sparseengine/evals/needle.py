@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sparseengine.console import note
 from sparseengine.core.params import SamplingParams
 from sparseengine.errors import ConfigError, RequestError
+from sparseengine.evals.chart import Point, draw
+from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import (
     Case,
     add_eval_arguments,
@@ -27,6 +29,7 @@ from sparseengine.evals.options import (
     finish,
     leave_out,
     mib,
+    settings_of,
 )
 from sparseengine.evals.options import sizes as sizes_of
 from sparseengine.longtext import Puzzle, make_puzzle
@@ -77,23 +80,39 @@ class Needle:
         lengths, places = sizes_of("--lengths", args.lengths), depths(args.depths)
         cases = cases_of(args)
         folder = None if args.output is None else make_folder(args.output)
-        rows: list[dict[str, Any]] = []
-        raw: list[dict[str, Any]] = []
+        facts = {**settings_of(args), "depths": places}
+        journal = Journal(folder, facts, resume=args.resume)
         skipped: dict[str, str] = {}
-        for llm, group in engines(args, cases, skipped):
+        is_open = [c for c in cases if any(key_of(c, n) not in journal for n in lengths)]
+        for llm, group in engines(args, is_open, skipped):
             questions = questions_for(llm, lengths, places, args.num_texts)
             for case in group:
                 note(f"running {case.label} ...")
                 try:
-                    found, samples = run_case(llm, case, questions)
+                    run_case(llm, case, questions, journal)
                 except RequestError as error:
                     leave_out(args, case, error, skipped, case.label)
-                    continue
-                rows += found
-                raw += samples
-        facts = {"model": llm.resolved.source.name, "depths": places, "skipped": skipped}
-        finish("needle", folder, facts, raw, rows, [shown(row) for row in rows], FOOTNOTE)
+        rows, raw = journal.take([key_of(case, n) for case in cases for n in lengths])
+        info = {**facts, "skipped": skipped}
+        finish("needle", folder, info, raw, rows, [shown(row) for row in rows], FOOTNOTE)
+        if folder is not None:
+            draw(folder / "plot.svg", [point(row) for row in rows], quality="right")
         return 0
+
+
+def key_of(case: Case, length: int) -> dict[str, Any]:
+    return {"method": case.method, "budget": case.budget, "length": length}
+
+
+def point(row: dict[str, Any]) -> Point:
+    tokens, read = row["stored_tokens"], row["bytes_read_per_step"]
+    return Point(
+        panel=f"{row['length']} tokens",
+        method=row["method"],
+        resident=row["resident_bytes"] / tokens,
+        read=None if read is None else read / tokens,
+        quality=row["accuracy"],
+    )
 
 
 def depths(text: str) -> tuple[float, ...]:
@@ -130,50 +149,52 @@ def questions_for(
     ]
 
 
-def run_case(
-    llm: LLM, case: Case, questions: Sequence[Question]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(a row for each length, a sample for each question)."""
-    rows, samples = [], []
+def run_case(llm: LLM, case: Case, questions: Sequence[Question], journal: Journal) -> None:
+    """Each length that is not in the journal yet."""
     for length in dict.fromkeys(q.length for q in questions):
-        asked = [q for q in questions if q.length == length]
-        outputs = _ask(llm, case, asked)
-        right = []
-        for question, output in zip(asked, outputs, strict=True):
-            text = output.outputs[0].text
-            right.append(is_exact(text, question.puzzle.answer))
-            samples.append(
-                {
-                    "method": case.method,
-                    "budget": case.budget,
-                    "length": length,
-                    "text": question.text,
-                    "depth": question.depth,
-                    "prompt_tokens": len(output.prompt_token_ids),
-                    "wanted": question.puzzle.answer,
-                    "answer": text,
-                    "right": right[-1],
-                }
-            )
-        seen = outputs[0].outputs[0].sparse
-        assert seen is not None
-        reads = seen.bytes_read_per_step
-        rows.append(
-            {
-                "method": case.method,
-                "budget": case.budget,
-                "length": length,
-                "prompt_tokens": len(outputs[0].prompt_token_ids),
-                "budget_tokens": seen.budget,
-                "questions": len(asked),
-                "right": sum(right),
-                "accuracy": sum(right) / len(asked),
-                "accuracy_by_depth": _by_depth(asked, right),
-                "resident_bytes": seen.resident_bytes,
-                "bytes_read_per_step": sum(reads) / len(reads) if reads else None,
-            }
-        )
-    return rows, samples
+        if key_of(case, length) not in journal:
+            asked = [q for q in questions if q.length == length]
+            journal.add(key_of(case, length), *run_length(llm, case, asked))
+
+
+def run_length(
+    llm: LLM, case: Case, asked: Sequence[Question]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """(the row of one length, a sample for each question)."""
+    outputs = _ask(llm, case, asked)
+    key = key_of(case, asked[0].length)
+    samples, right = [], []
+    for question, output in zip(asked, outputs, strict=True):
+        text = output.outputs[0].text
+        right.append(is_exact(text, question.puzzle.answer))
+        sample = {
+            "text": question.text,
+            "depth": question.depth,
+            "prompt_tokens": len(output.prompt_token_ids),
+            "wanted": question.puzzle.answer,
+            "answer": text,
+            "right": right[-1],
+        }
+        samples.append({**key, **sample})
+    first = outputs[0].outputs[0]
+    seen = first.sparse
+    assert seen is not None
+    reads = seen.bytes_read_per_step
+    row = {
+        **key,
+        "prompt_tokens": len(outputs[0].prompt_token_ids),
+        "budget_tokens": seen.budget,
+        "questions": len(asked),
+        "right": sum(right),
+        "accuracy": sum(right) / len(asked),
+        "accuracy_by_depth": _by_depth(asked, right),
+        # the last token was sampled, but never run
+        "stored_tokens": len(outputs[0].prompt_token_ids) + len(first.token_ids) - 1,
+        "resident_bytes": seen.resident_bytes,
+        "bytes_read_per_step": sum(reads) / len(reads) if reads else None,
+        "prefill_density": seen.prefill_density,
+    }
+    return row, samples
 
 
 def _ask(llm: LLM, case: Case, asked: Sequence[Question]) -> list[RequestOutput]:
@@ -215,6 +236,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         **{f"at {depth}": value for depth, value in row["accuracy_by_depth"].items()},
         "resident": mib(row["resident_bytes"]),
         "read/step": mib(row["bytes_read_per_step"]),
+        "prefill": row["prefill_density"],
     }
 
 

@@ -18,7 +18,7 @@ from sparseengine.console import (
     positive,
     table,
 )
-from sparseengine.core.params import SparseParams
+from sparseengine.core.params import DENSE_PREFILL, SparseParams
 from sparseengine.errors import ConfigError, SparseEngineError, UnsupportedError
 from sparseengine.provenance import read_size
 
@@ -33,20 +33,38 @@ _MIB = float(1 << 20)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One method with one budget: tokens, a fraction of the prompt, or None where none is taken."""
+    """One method with one budget: tokens, a fraction of the prompt, or None where none is taken.
+
+    prefill: the pattern of its prompts, with its knobs.
+    """
 
     method: str
     budget: int | float | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    prefill: str = DENSE_PREFILL
+    prefill_knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The method, and the pattern if there is one."""
+        return self.method if self.prefill == DENSE_PREFILL else f"{self.method}+{self.prefill}"
 
     @property
     def label(self) -> str:
-        return self.method if self.budget is None else f"{self.method} {self.budget}"
+        return self.name if self.budget is None else f"{self.name} {self.budget}"
 
     def params(self, *, record: bool = False) -> SparseParams:
         ratio = self.budget if isinstance(self.budget, float) else None
         budget = self.budget if isinstance(self.budget, int) else None
-        return SparseParams(self.method, budget=budget, ratio=ratio, record=record, **self.knobs)
+        return SparseParams(
+            self.method,
+            budget=budget,
+            ratio=ratio,
+            record=record,
+            prefill=self.prefill,
+            prefill_config=self.prefill_knobs,
+            **self.knobs,
+        )
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,15 +81,42 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every method: 512 is tokens, 0.25 a fraction of the prompt [default: 0.25]",
     )
     parser.add_argument(
-        "--num-texts", type=positive, default=3, metavar="N", help="different texts [default: 3]"
+        "--num-texts",
+        "--samples",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="different texts [default: 3]",
     )
     parser.add_argument(
         "--hyper-params", metavar="JSON", help='knobs per method: {"method": {"knob": 1}}'
     )
     parser.add_argument(
-        "--output", metavar="DIR", help="write run_info.json, raw.jsonl and aggregate.json there"
+        "--output",
+        metavar="DIR",
+        help="write run_info.json, raw.jsonl, aggregate.json and plot.svg there",
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the run that --output holds, with the same settings",
     )
     add_engine_arguments(parser, skip=_SPARSE)
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What every evaluation must not change when it is resumed, engine flags among it."""
+    flags = {
+        name: str(value)
+        for name, value in vars(args).items()
+        if name.startswith("engine_") and value is not None
+    }
+    return {
+        "model": engine_config(args).model.model,
+        "texts": args.num_texts,
+        "hyper_params": args.hyper_params,
+        **flags,
+    }
 
 
 def sizes(flag: str, text: str) -> tuple[int, ...]:
@@ -104,8 +149,13 @@ def budgets(text: str) -> tuple[int | float, ...]:
 
 
 def cases_of(args: argparse.Namespace) -> list[Case]:
-    """Dense, the controls, then the methods asked for, each with every budget it can take."""
+    """Dense, the controls, then the methods asked for, each with every budget it can take.
+
+    --sparse-prefill adds dense attention behind such a prefill, and holds for the methods asked
+    for, not for what they are compared with.
+    """
     from sparseengine.methods import METHODS
+    from sparseengine.methods.prefill import PATTERNS
 
     sizes_ = budgets(args.budgets)
     knobs = hyper_params(args.hyper_params)
@@ -119,11 +169,18 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         raise ConfigError(
             f"--hyper-params has knobs for {unused[0]!r}, which is not among --methods"
         )
+    entries: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+    sparse = engine_config(args).sparse
+    prefill = PATTERNS.canonical(sparse.prefill)
+    if prefill != DENSE_PREFILL:
+        pattern = {"prefill": prefill, "prefill_knobs": sparse.prefill_knobs}
+        entries = [(name, {}) for name in dict.fromkeys([dense, *controls])]
+        entries += [(name, pattern) for name in dict.fromkeys([dense, *wanted])]
     cases = []
-    for name in names:
+    for name, extra in entries:
         takes_none = METHODS.get(name).traits.takes == "none"
         for size in (None,) if takes_none else sizes_:
-            cases.append(Case(method=name, budget=size, knobs=knobs.get(name, {})))
+            cases.append(Case(method=name, budget=size, knobs=knobs.get(name, {}), **extra))
     return cases
 
 

@@ -1,0 +1,128 @@
+"""`serve`, `bench serve` and `chat --base-url` as commands: flags, results, what they refuse."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fixtures.servers import Served
+from sparseengine.cli.main import main, parser_of
+from sparseengine.errors import ConfigError
+from sparseengine.server.settings import server_settings
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def settings(*words: str) -> Any:
+    return server_settings(parser_of("serve").parse_args(["some-model", *words]))
+
+
+def test_defaults_are_safe() -> None:
+    found = settings()
+    assert (found.host, found.port) == ("127.0.0.1", 8000)
+    assert found.allowed_origins == ()
+    assert not found.log_requests
+
+
+def test_a_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSEENGINE_API_KEY", "from-env")
+    assert settings("--api-key", "a", "b").api_keys == ("a", "b", "from-env")
+    assert "from-env" not in repr(parser_of("serve").parse_args(["m"]))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--port", "70000"),
+        ("--max-queue", "-1"),
+        ("--max-n", "0"),
+        ("--health-timeout", "0"),
+        ("--client-timeout", "nan"),
+        ("--log-text",),
+        ("--enable-auto-tool-choice",),
+        ("--chat-template", "/no/such/file"),
+        ("--tool-call-parser", "no_such_parser"),
+        ("--reasoning-parser", "no_such_parser"),
+    ],
+)
+def test_wrong_flags_name_themselves(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(*words)
+    text = str(caught.value)
+    assert words[0] in text or "parser" in text
+
+
+def test_a_template_is_a_file_or_its_text(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ messages }}")
+    assert settings("--chat-template", str(file)).chat_template == "{{ messages }}"
+    assert settings("--chat-template", "{{ x }}").chat_template == "{{ x }}"
+
+
+def test_serve_says_what_is_wrong_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "/no/such/model", "--port", "0"]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_bench_serve(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "serve", "--base-url", served.url, "--num-prompts", "6"]
+    words += ["--input-len", "20", "--output-len", "5", "--vocab-size", "290"]
+    words += ["--max-concurrency", "3", "--request-rate", "500"]
+    words += ["--sparse", '{"method": "snapkv", "budget": 32}']
+    assert main(words) == 0
+    row = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (row["completed"], row["failed"]) == (6, 0)
+    assert row["output_tok_s"] * row["seconds"] == pytest.approx(30, rel=0.05)
+    assert row["ttft_ms"][0] <= row["e2e_ms"][0]
+    assert main([*words, "--model", "other"]) == 2
+    assert "every request failed" in capsys.readouterr().err
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9"]) == 2
+
+
+def test_chat_with_a_server(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick\n/reset\nthe quick\n"))
+    words = ["chat", "--base-url", served.v1, "--max-tokens", "6", "--system", "be brief"]
+    assert main(words) == 0
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the quick"}]
+    wanted = served.post(
+        "/v1/chat/completions", {"messages": talk, "max_tokens": 6, "temperature": 0}
+    ).json()["choices"][0]["message"]["content"]
+    assert capsys.readouterr().out == f"{wanted}\n" * 2
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n"))
+    assert main(["chat", "--base-url", served.url, "--max-tokens", "9999"]) == 0
+    assert "maximum context length" in capsys.readouterr().err
+    assert main(["chat", "some-model", "--base-url", served.url]) == 2
+    assert main(["chat", "--base-url", "http://127.0.0.1:9"]) == 2
+
+
+def test_deployment_examples_use_flags_and_routes_that_exist() -> None:
+    flags = {f for a in parser_of("serve")._actions for f in a.option_strings}
+    texts = {p.name: p.read_text() for p in (ROOT / "deploy").iterdir()}
+    assert set(texts) == {
+        "Dockerfile",
+        "Dockerfile.cuda",
+        "sparseengine.service",
+        "kubernetes.yaml",
+    }
+    for name in ("Dockerfile", "Dockerfile.cuda"):
+        entry = re.search(r"^ENTRYPOINT (.*)$", texts[name], re.MULTILINE)
+        words = json.loads(entry[1])
+        assert words[:2] == ["sparseengine", "serve"]
+        assert set(words[2:]) & flags == {"--host"}
+        assert "/health" in texts[name]
+    command = re.search(r"^ExecStart=\S+ serve (.*)$", texts["sparseengine.service"], re.MULTILINE)
+    assert {w for w in command[1].split() if w.startswith("--")} <= flags
+    documents = list(yaml.safe_load_all(texts["kubernetes.yaml"]))
+    (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
+    assert {w for w in container["args"] if w.startswith("--")} <= flags
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": 8000}
+    assert container["env"][0]["name"] == "SPARSEENGINE_API_KEY"
