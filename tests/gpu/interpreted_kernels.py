@@ -23,6 +23,7 @@ from kernel_checks import (
     check_slots,
     check_store,
     check_top_pages,
+    check_top_tokens,
     check_window_scores,
     rows_held_in_parts,
     seeded_and_poisoned,
@@ -272,3 +273,5 @@ def test_masked_chunks_beside_gathered_ones() -> None:
 def test_top_pages_of_rows_that_no_program_holds() -> None:
     with rows_held_in_parts(16):
         check_top_pages(1, 1, 37, "cpu")
+    with rows_held_in_parts(64):
+        check_top_tokens(300, "cpu")

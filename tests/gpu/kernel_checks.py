@@ -366,6 +366,19 @@ def rows_held_in_parts(columns: int) -> Iterator[None]:
         select._HELD_COLUMNS, select._BLOCK_W = before
 
 
+def check_top_tokens(columns: int, device: str) -> None:
+    """Scores that are all different, of both signs and of every size; slots are chosen."""
+    scores = torch.randn(4, 1, columns, device=device) * 10 ** torch.linspace(
+        -30, 30, columns, device=device
+    ).roll(columns // 3)
+    lens = torch.tensor([columns, columns - 1, columns // 2, 1], dtype=torch.int32, device=device)
+    for budget in (1, columns // 7, columns - 2):
+        args = (scores, lens[:, None], torch.full_like(lens, budget), 1)
+        limits = {"sinks": 0, "least": 1, "width": budget}
+        found, want = kernels.top_pages(*args, **limits), reference.top_pages(*args, **limits)
+        assert torch.equal(found, want)
+
+
 def check_top_pages(heads: int, groups: int, columns: int, device: str) -> None:
     """Choices equal the twin's exactly: ties, NaN, zeros of both signs, short and empty rows."""
     page, lens_of = 4, [0, 1, 4, 5, 4 * columns, 3 * columns, columns, 2 * columns + 1]

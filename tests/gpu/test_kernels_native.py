@@ -20,6 +20,7 @@ from kernel_checks import (
     check_slots,
     check_store,
     check_top_pages,
+    check_top_tokens,
     check_window_scores,
     seeded_and_poisoned,
 )
@@ -140,3 +141,8 @@ def test_what_stands_between_matrix_products(tokens: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("columns", [5, 64, 2048, 5000, 8193, 40_000, 140_000])
 def test_top_pages(heads: int, groups: int, columns: int) -> None:
     check_top_pages(heads, groups, columns, "cuda")
+
+
+@pytest.mark.parametrize("columns", [2048, 9000, 32_768, 131_072, 1 << 20])
+def test_top_tokens(columns: int) -> None:
+    check_top_tokens(columns, "cuda")

@@ -181,6 +181,16 @@ def test_rows_are_cut_between_replays(
         torch.testing.assert_close(eager, replayed, rtol=1e-4, atol=1e-6)
 
 
+def test_steps_between_bursts_of_a_method_that_only_looks_when_it_cuts(folder: Path) -> None:
+    sparse, found = SparseParams("tova", budget=40, burst=8), []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=("tova",)) as llm:
+            found.append(tokens(llm, GREEDY, sparse))
+            replays = llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert 8 <= replays < 19, "steps that cut run eagerly, others do not"
+
+
 def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:
     sampling = SamplingParams(
         temperature=0.8, seed=3, n=2, max_tokens=16, ignore_eos=True, logprobs=2

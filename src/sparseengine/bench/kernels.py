@@ -21,7 +21,7 @@ from sparseengine.attention.caps import device_caps
 from sparseengine.attention.gathered import CudnnBackend, FlashBackend
 from sparseengine.attention.reference import ReferenceBackend
 from sparseengine.attention.triton import TritonBackend
-from sparseengine.bench import moe, prefill_kernels, small_kernels
+from sparseengine.bench import moe, prefill_kernels, slot_kernels, small_kernels
 from sparseengine.bench.results import Outcome, Results
 from sparseengine.bench.timing import HEADER, Bench, bench_copy, relative_error
 from sparseengine.core.attention import AttentionNeed
@@ -276,6 +276,7 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
     "compact": bench_compact,
     "scores": bench_scores,
     "pages": bench_pages,
+    "slots": slot_kernels.bench_slots,
     "select": small_kernels.bench_select,
     "fused": small_kernels.bench_fused,
     "copy_pages": bench_copy_pages,

@@ -8,7 +8,7 @@ from sparseengine.bench.results import add_result_arguments
 
 NAMES = (
     "decode, latent, prefill, masked, choose, sdpa (torch's own), store, compact, scores, pages, "
-    "select, fused, copy_pages, moe"
+    "slots, select, fused, copy_pages, moe"
 )
 
 

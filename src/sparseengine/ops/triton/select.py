@@ -89,8 +89,9 @@ def _top_columns_kernel(
     """The same for a row that no program can hold: read again, from the cache, in every pass.
 
     A pass finds three bits of the count-th largest number: how many numbers are at least as large
-    as each of eight candidates. (Sums pass 2^31 on the way, which is where they shall come out
-    again from below.) A row that is read whole needs no pass.
+    as each of eight candidates. (Sums wrap around at 2^31, which is what they shall do.) It was the
+    last one when a candidate parts exactly `count` numbers from the others. A row that is read
+    whole needs no pass.
     """
     row = tl.program_id(0).to(tl.int64)
     span, head = row // HEADS, row % HEADS
@@ -102,8 +103,9 @@ def _top_columns_kernel(
     floor = tl.full([], -2147483648, tl.int32)  # below every number
     above = used
     if count < used:
-        for i in range(11):
-            candidates = floor + (digit << tl.maximum(29 - 3 * i, 0))
+        shift = tl.full([], 29, tl.int32)
+        while shift > -3:
+            candidates = floor + (digit << tl.maximum(shift, 0))
             found = tl.zeros([8], tl.int32)
             for w0 in range(0, used, BLOCK_W):
                 inside = (w0 + w < used)[None, :]
@@ -111,8 +113,13 @@ def _top_columns_kernel(
                 found += tl.sum((inside & (key[None, :] >= candidates[:, None])).to(tl.int32), 1)
             enough = found >= count  # of the smaller candidates
             best = tl.max(tl.where(enough, digit, 0), 0)
-            floor += best << tl.maximum(29 - 3 * i, 0)
+            floor += best << tl.maximum(shift, 0)
             above = tl.max(tl.where(enough, 0, found), 0)
+            shift -= 3
+            if tl.min(tl.where(enough, found, used), 0) == count:
+                floor -= 1
+                above = count
+                shift = tl.full([], -3, tl.int32)
     room = count - above  # for columns that equal the count-th largest
     out += row * width
     placed = 0

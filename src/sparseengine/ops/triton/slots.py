@@ -19,10 +19,15 @@ from torch import Tensor
 from sparseengine.core.view import PackedTable
 from sparseengine.ops.triton.attention import capped, plan_splits, soft_cap
 from sparseengine.ops.triton.keys import Keys, row_table
-from sparseengine.ops.triton.launch import dot_precision, multiprocessors
+from sparseengine.ops.triton.launch import (
+    Tuning,
+    dot_precision,
+    multiprocessors,
+    shared_memory_bytes,
+)
 from sparseengine.ops.triton.scores import channel_block, key_tile, query_tile, wide_products
 
-_BLOCK_N = 64
+_WALK = Tuning(keys=64)
 _LOG2E = 1.4426950408889634
 _VARYING = [
     "first_row", "table_ss", "table_sg", "lens_ss", "lens_sg", "width", "splits", "split_tokens",
@@ -205,7 +210,9 @@ def _launch(q: Tensor, k_pool: Tensor, table: Tensor | PackedTable, lens: Tensor
     group = q_heads // kv_heads
     longest = keys.longest(1 << 62)
     splits, _ = plan_splits(spans * kv_heads, longest, multiprocessors(q.device))
-    tokens = triton.cdiv(triton.cdiv(longest, splits), _BLOCK_N) * _BLOCK_N
+    row_bytes = channel_block(dim) * k_pool.element_size()
+    tuning = _WALK.fitted(row_bytes, shared_memory_bytes(q.device))
+    tokens = triton.cdiv(triton.cdiv(longest, splits), tuning.keys) * tuning.keys
     return _Launch(
         grid=(spans * kv_heads, max(1, triton.cdiv(longest, max(tokens, 1)))),
         place=keys.place(),
@@ -218,12 +225,13 @@ def _launch(q: Tensor, k_pool: Tensor, table: Tensor | PackedTable, lens: Tensor
             "DIM": dim,
             "BLOCK_D": channel_block(dim),
             "PAGE": k_pool.shape[2],
-            "BLOCK_N": _BLOCK_N,
+            "BLOCK_N": tuning.keys,
             "ROW_PER_HEAD": keys.groups > 1,
             "PACKED": isinstance(table, PackedTable),
             "POOL_HEADS": k_pool.shape[1] > 1,
             "PRECISION": dot_precision(q.dtype),
-            "num_warps": 4,
+            "num_warps": tuning.warps,
+            "num_stages": tuning.stages,
         },
     )
 
