@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from sparseengine.core.method import LayerStep, SparseMethod
+from sparseengine.core.method import LayerStep
 from sparseengine.core.plan import Purpose
-from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.specs import LayerSpec, ModelSpec
 from sparseengine.errors import ConfigError, RequestError
+from sparseengine.methods.families import Method
 from sparseengine.methods.knobs import knob
 from sparseengine.registry import Registry
 
@@ -57,7 +58,7 @@ class Reading:
     settings: Any
 
 
-class Calibrator(SparseMethod):
+class Calibrator(Method):
     """Watches prompts that run densely, chunk by chunk, and says what it learnt of the model.
 
     It takes the place of the dense method in an engine. repeats: whether the last quarter of its
@@ -83,10 +84,6 @@ class Calibrator(SparseMethod):
         for i, chunk in enumerate(at.plan.chunks):
             if chunk.purpose is Purpose.PREFILL:
                 self.watch(at, i)
-
-
-def layers_of(model: ModelSpec, kinds: frozenset[LayerKind]) -> list[int]:
-    return [i for i, spec in enumerate(model.layers) if spec.kind in kinds]
 
 
 def sampled(at: LayerStep, chunk: int, wanted: range) -> tuple[Tensor, Tensor]:

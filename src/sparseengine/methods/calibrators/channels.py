@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
-from sparseengine.methods.calibration import Calibrator, Reading, layers_of
+from sparseengine.methods.calibration import Calibrator, Reading
 from sparseengine.methods.double_sparsity import DoubleSparsity
 
 
@@ -27,7 +27,6 @@ class Channels(Calibrator):
 
     def __init__(self, reading: Reading, model: ModelSpec) -> None:
         super().__init__(reading, model)
-        self.layers = layers_of(model, self.traits.kinds)
         self.sums: dict[int, Tensor] = {}  # sums of q^2, k, k^2: fp64 [3, Hkv, D]
         self.count = 0
 

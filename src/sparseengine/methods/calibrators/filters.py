@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
-from sparseengine.methods.calibration import Calibrator, Reading, layers_of, logits, sampled
+from sparseengine.methods.calibration import Calibrator, Reading, logits, sampled
 from sparseengine.methods.omnikv import OmniKV, built_in_filters
 
 _POINTS = 16  # queries of a text
@@ -33,7 +33,6 @@ class FilterLayers(Calibrator):
 
     def __init__(self, reading: Reading, model: ModelSpec) -> None:
         super().__init__(reading, model)
-        self.layers = layers_of(model, self.traits.kinds)
         half = reading.length // 2
         self.points = range(reading.length - 1, half, -max(1, (reading.length - half) // _POINTS))
         self.cover = torch.zeros(len(self.layers), len(self.layers), dtype=torch.float64)

@@ -9,7 +9,7 @@ import torch
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
-from sparseengine.methods.calibration import Calibrator, Reading, layers_of, logits, sampled
+from sparseengine.methods.calibration import Calibrator, Reading, logits, sampled
 from sparseengine.methods.duo_attention import DuoAttention
 
 _POINTS = 64  # queries of a text
@@ -33,8 +33,7 @@ class Gates(Calibrator):
     def __init__(self, reading: Reading, model: ModelSpec) -> None:
         super().__init__(reading, model)
         self.sums = {
-            i: torch.zeros(model.layers[i].kv_heads, dtype=torch.float64)
-            for i in layers_of(model, self.traits.kinds)
+            i: torch.zeros(model.layers[i].kv_heads, dtype=torch.float64) for i in self.layers
         }
         self.count = 0
         begin = reading.length - reading.length // 4 + 1  # the first one has nothing to go by

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import ModelSpec
 from sparseengine.errors import ConfigError
-from sparseengine.methods.calibration import Calibrator, Reading, layers_of
+from sparseengine.methods.calibration import Calibrator, Reading
 from sparseengine.methods.expected_attention import ExpectedAttention, pack, unrotated
 
 RANK = 16  # directions of a covariance that are kept; the rest enters by its diagonal
@@ -27,7 +27,6 @@ class Moments(Calibrator):
 
     def __init__(self, reading: Reading, model: ModelSpec) -> None:
         super().__init__(reading, model)
-        self.layers = layers_of(model, self.traits.kinds)
         self.sums: dict[int, tuple[Tensor, Tensor]] = {}
         self.count = 0
 
