@@ -27,7 +27,7 @@ from sparseengine.registry import Registry
 
 FORMAT = "sparseengine-calibration"
 VERSION = 1
-_LARGEST_FILE = 256 << 20
+_LARGEST_FILE = 64 << 20
 _SHOWN = 80  # characters of a file's own words that an error repeats
 
 CALIBRATORS = Registry(

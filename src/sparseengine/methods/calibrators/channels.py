@@ -53,5 +53,5 @@ class Channels(Calibrator):
             shares.append(
                 float(ranked.values[:, :top].sum() / ranked.values.sum().clamp_min(1e-30))
             )
-        figures = {"tokens": self.count, "energy in the labels": sum(shares) / len(shares)}
+        figures = {"tokens_seen": self.count, "energy_in_labels": sum(shares) / len(shares)}
         return {"channels": order}, figures

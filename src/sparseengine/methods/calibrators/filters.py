@@ -76,9 +76,9 @@ class FilterLayers(Calibrator):
         before = loss((1 - cover).tolist(), built_in)
         filters = [self.layers[p] for p in places]
         figures = {
-            "filter layers": filters,
-            "attention covered": 1 - lost / max(1, sparse),
-            "attention covered by built-in filters": 1
+            "filter_layers": filters,
+            "attention_covered": 1 - lost / max(1, sparse),
+            "attention_covered_built_in": 1
             - before / max(1, len(self.layers) - built_in[0] - len(built_in)),
         }
         return {"filter_layers": filters}, figures

@@ -67,9 +67,9 @@ class Gates(Calibrator):
             gates[layer] = [round(float(g), 5) for g in total / self.count]
         every = sorted(g for row in gates for g in row)
         figures = {
-            "KV heads": len(every),
-            "smallest gate": every[0],
-            "median gate": every[len(every) // 2],
-            "largest gate": every[-1],
+            "kv_heads": len(every),
+            "smallest_gate": every[0],
+            "median_gate": every[len(every) // 2],
+            "largest_gate": every[-1],
         }
         return {"gates": gates}, figures

@@ -62,5 +62,5 @@ class Moments(Calibrator):
             }
             kept += float(factor.square().sum())
             spread += float(values.clamp_min(0).sum())
-        figures = {"queries per head": self.count, "variance in the kept directions": kept / spread}
+        figures = {"queries_per_head": self.count, "variance_kept": kept / spread}
         return {"layers": data}, figures
