@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import method_pages
 from sparseengine.cli.main import COMMANDS, SUMMARIES, parser_of
 from sparseengine.config import PARAMS, default_of
 from sparseengine.env import VARIABLES
@@ -89,7 +90,7 @@ def methods_page() -> str:
     rows, recall = describe_methods(), measured_recall()
     parts = [HEADER, "# Sparse methods\n", _overview(rows), ""]
     for row in rows:
-        parts.append(f"## {row['name']}\n\n{row['summary']}\n")
+        parts.append(f"## {row['name']}\n\n{row['summary']} [More]({_own_page(row)})\n")
         traits = ", ".join(f"{k} {_plain(v)}" for k, v in row["traits"].items())
         parts.append(f"Traits: {traits}.\n")
         if row["knobs"]:
@@ -117,6 +118,10 @@ def prefill_page() -> str:
             knobs = [[f"`{k['name']}`", k["default"], k["doc"]] for k in row["knobs"]]
             parts.append(markdown_table(["knob", "default", "meaning"], knobs) + "\n")
     return "\n".join(parts)
+
+
+def _own_page(row: Mapping[str, Any]) -> str:
+    return f"methods/{row['name']}.md"
 
 
 def measured_recall() -> dict[str, str]:
@@ -147,9 +152,8 @@ def _overview(rows: list[Mapping[str, Any]]) -> str:
     for row in rows:
         t = row["traits"]
         names = ", ".join(row["aliases"])
-        lines.append(
-            [row["name"], names, t["family"], t["takes"], t["prefill_policy"], t["sharing"]]
-        )
+        link = f"[{row['name']}]({_own_page(row)})"
+        lines.append([link, names, t["family"], t["takes"], t["prefill_policy"], t["sharing"]])
     return markdown_table(columns, lines)
 
 
@@ -198,17 +202,31 @@ PAGES = {
 }
 
 
+def all_pages() -> dict[str, str]:
+    """Path below docs/reference -> text."""
+    found = {name: make() for name, make in PAGES.items()}
+    for name, text in method_pages.pages(ROOT, HEADER, markdown_table).items():
+        found[f"methods/{name}"] = text
+    return found
+
+
 def main() -> int:
     check = "--check" in sys.argv[1:]
-    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "methods").mkdir(parents=True, exist_ok=True)
+    pages = all_pages()
     stale = []
-    for name, make in PAGES.items():
-        file, text = FOLDER / name, make()
+    for name, text in pages.items():
+        file = FOLDER / name
         old = file.read_text(encoding="utf-8") if file.exists() else ""
         if old != text:
             stale.append(name)
             if not check:
                 file.write_text(text, encoding="utf-8")
+    for file in sorted((FOLDER / "methods").glob("*.md")):  # of methods that are no more
+        if f"methods/{file.name}" not in pages:
+            stale.append(f"methods/{file.name}")
+            if not check:
+                file.unlink()
     if check and stale:
         print(f"out of date: {', '.join(stale)}; run `make generate`")
         return 1

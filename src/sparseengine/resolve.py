@@ -28,6 +28,7 @@ from sparseengine.methods.prefill import PATTERNS, check_pattern, make_pattern
 from sparseengine.models import model_spec
 from sparseengine.ops.tuned import Tuned, device_key, load
 from sparseengine.provenance import Source, Value
+from sparseengine.weights.fingerprint import fingerprint
 from sparseengine.weights.source import ModelSource, open_model
 
 _DTYPES = {
@@ -96,7 +97,7 @@ def resolve(config: EngineConfig, origins: Mapping[str, Value] | None = None) ->
     _check_names(config)
     source = open_model(config.model)
     dtype = _dtype(config, known, source, device)
-    spec = model_spec(source.hf_config, dtype)
+    spec = replace(model_spec(source.hf_config, dtype), fingerprint=fingerprint(source))
     max_model_len = _max_model_len(config, known, spec)
     methods = _methods(config, spec)
     groups = tuple(merge_plans(spec, [m.cache_plan() for m in methods]))

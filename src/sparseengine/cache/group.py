@@ -157,14 +157,15 @@ class GroupCache:
             for aux in self.slot_aux.values():
                 aux[page, :, offset] = aux.new_zeros(())  # a number would be copied from the host
 
-    def sealed(self, pages: Ints) -> SealedPages:
-        """The report of newly full pages."""
+    def sealed(self, pages: Ints, rows: Index) -> SealedPages:
+        """The report of newly full pages, each of a row."""
         return SealedPages(
             layers=self.geo.group.layers,
             spec=self.geo.spec,
             pages=self.upload(pages).long(),
             payload=self.payload,
             aux={**self.slot_aux, **self.page_aux},
+            rows=rows,
         )
 
     # ── captured steps ───────────────────────────────────────────────────────────────────────────

@@ -414,9 +414,9 @@ class PagedCache:
         sealed: list[SealedPages] = []
         for g in self.groups:
             report = bool(g.page_aux)
-            pages = g.rows.newly_full(slots, list_pages=report)
+            pages, rows = g.rows.newly_full(slots, list_pages=report)
             if pages.size:
-                sealed.append(g.sealed(pages))
+                sealed.append(g.sealed(pages, rows))
         for c in plan.chunks:
             if c.ends_prompt:
                 self._sides.end_prefill(c.request.id)

@@ -202,13 +202,13 @@ class RowTable:
 
     # ── sealing ──────────────────────────────────────────────────────────────────────────────────
 
-    def newly_full(self, slots: Index, *, list_pages: bool) -> Ints:
-        """Mark full pages as sealed; those not reported before, each once."""
+    def newly_full(self, slots: Index, *, list_pages: bool) -> tuple[Ints, Index]:
+        """Mark full pages as sealed; those not reported before, each once, and their rows."""
         full = self.lens[slots] // np.int32(self.page_size)
         done = self.sealed[slots]
         self.sealed[slots] = full
         if not list_pages:
-            return np.zeros(0, np.int32)
+            return np.zeros(0, np.int32), np.zeros(0, np.int64)
         counts = np.maximum(full - done, 0).ravel()
         grown = np.flatnonzero(counts)
         counts = counts[grown]
@@ -217,8 +217,11 @@ class RowTable:
         col = np.arange(row.size) + np.repeat(first, counts)
         rows = row % self.rows
         pages = self.tables.arena[self.tables.at(slots[row // self.rows], rows, col)]
-        # shared pages are full in several requests at once
-        return np.unique(pages) if self.pool.any_shared else np.asarray(pages, np.int32)
+        if not self.pool.any_shared:
+            return np.asarray(pages, np.int32), rows
+        # shared pages are full in several requests at once, in the same row of each
+        pages, first = np.unique(pages, return_index=True)
+        return pages, rows[first]
 
     def live_entries(self, slots: list[int]) -> Index:
         """Flat index of every table entry in use of some requests."""

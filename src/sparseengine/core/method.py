@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from sparseengine.core.plan import Demand, Request, StepPlan
@@ -45,7 +47,9 @@ class SealedPages:
     layers: of the group. spec: any of theirs, for they are alike. pages: int64 [M] distinct page
     ids, in which all of the U heads are full; a page may hold one head of one layer or all of them.
     payload: the group's pools, [N, U, P, D] each. aux: its side tensors, SLOT [N, U, P, *shape] and
-    PAGE [N, U, *shape].
+    PAGE [N, U, *shape]. rows: int64 [M] on the host, the row of a request that each page belongs
+    to: unit u of a page of row r holds head (r * U + u) % kv_heads of the group's layer
+    (r * U + u) // kv_heads. None if the reporter does not tell.
     """
 
     layers: tuple[int, ...]
@@ -53,6 +57,7 @@ class SealedPages:
     pages: Tensor
     payload: tuple[Tensor, ...]
     aux: dict[str, Tensor]
+    rows: npt.NDArray[np.int64] | None = None
 
 
 class LayerStep(Protocol):

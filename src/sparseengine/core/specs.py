@@ -90,6 +90,7 @@ class ModelSpec:
     """All that the engine, the cache and the methods know of a model.
 
     rotaries: one per layer, or none at all for a model that does not rotate.
+    fingerprint: of the checkpoint, for files that belong to one model; "" if nobody asked.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -99,6 +100,7 @@ class ModelSpec:
     dtype: torch.dtype = torch.float32
     architecture: str = ""
     rotaries: tuple[Rotary, ...] = field(default=(), compare=False, repr=False)
+    fingerprint: str = field(default="", compare=False, repr=False)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:

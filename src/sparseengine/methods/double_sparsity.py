@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from sparseengine import ops
+from sparseengine.cache.tensors import upload
 from sparseengine.core.method import LayerStep, SealedPages
 from sparseengine.core.specs import AuxSpec, LayerKind, LayerSpec, ModelSpec, Per
 from sparseengine.core.view import Selection
 from sparseengine.errors import RequestError
+from sparseengine.methods.calibration import (
+    calibration_knob,
+    damaged,
+    read_calibration,
+    refuse_both,
+)
 from sparseengine.methods.knobs import MethodConfig, knob
 from sparseengine.methods.tokens import TokenSelection
 
@@ -27,12 +34,13 @@ class DoubleSparsityConfig(MethodConfig):
     )
     channels: tuple[int, ...] = knob(
         (),
-        "label channels of every head, from a calibration of the model; empty: the rotary pairs "
-        "that turn slowest, of a latent channels at equal distances",
+        "label channels of every head; empty: those of the calibration, or without one the rotary "
+        "pairs that turn slowest, of a latent channels at equal distances",
         low=0,
         high=1 << 16,
     )
     sink: int = knob(4, "first tokens that are always read", low=0, high=1 << 20)
+    calibration: str = calibration_knob()
 
 
 class DoubleSparsity(TokenSelection):
@@ -46,11 +54,11 @@ class DoubleSparsity(TokenSelection):
     row that is not longer is read whole.
 
     Deviations: labels are made when a page is full, so the tokens of the open page are read before
-    all others, the newest first. Nothing is calibrated: channels are the same in all heads, by
-    default those of the slowest rotary pairs (channels i and i + head_dim / 2, which is where
-    trained models put content), twice as many as the paper's because they are not chosen by data.
-    `channels` takes calibrated ones. The authors choose per query head and in each head other
-    channels, force no sinks, and store labels in 4 bits; ours are in the keys' type.
+    all others, the newest first. A calibration gives each KV head channels of its own. Without one
+    they are the same in all heads: those of the slowest rotary pairs (channels i and
+    i + head_dim / 2, which is where trained models put content), or `channels`. There are twice as
+    many as the paper's because they need not be chosen by data. The authors choose per query head,
+    force no sinks, and store labels in 4 bits; ours are in the keys' type.
     """
 
     name = "double_sparsity"
@@ -68,6 +76,8 @@ class DoubleSparsity(TokenSelection):
                 f"model have channels 0..{min(dims) - 1}"
             )
         self._chosen: dict[tuple[LayerKind, int, torch.device], Tensor] = {}
+        self._order = _calibrated(config, model, self._labels) if config.calibration else {}
+        self._tables: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
     def aux(self) -> tuple[AuxSpec, ...]:
         shape = (self.page_size, self._labels)
@@ -81,13 +91,37 @@ class DoubleSparsity(TokenSelection):
             self._chosen[key] = torch.tensor(chosen, dtype=torch.int64, device=device)
         return self._chosen[key]
 
+    def table(self, layers: tuple[int, ...], device: torch.device) -> Tensor:
+        """Calibrated channels of each KV head of these layers: int64 [layers * Hkv, r]."""
+        key = (layers, device)
+        if key not in self._tables:
+            rows = [row for layer in layers for row in self._order[layer]]
+            self._tables[key] = torch.tensor(rows, dtype=torch.int64, device=device)
+        return self._tables[key]
+
     def seal(self, pages: SealedPages) -> None:
         """Label the keys of pages that became full: [N, U, P, D] -> [N, U, P, r]."""
         if self._acts.isdisjoint(pages.layers):
             return
         keys, ids = pages.payload[0], pages.pages
+        if self._order:
+            assert pages.rows is not None, "labels of calibrated channels need the pages' layers"
+            rows = upload(pages.rows, keys.device)[:, None]
+            units = rows * keys.shape[1] + torch.arange(keys.shape[1], device=keys.device)
+            channels = self.table(pages.layers, keys.device)[units][:, :, None]  # [M, U, 1, r]
+            channels = channels.expand(-1, -1, keys.shape[2], -1)
+            pages.aux["labels"][ids] = keys[ids].gather(-1, channels)
+            return
         found = keys[ids[:, None], :, :, self.channels(pages.spec, keys.device)]  # [M, r, U, P]
         pages.aux["labels"][ids] = found.permute(0, 2, 3, 1)
+
+    def _asked(self, at: LayerStep) -> Tensor:
+        """The label channels of this step's queries, [S, Hq, r]."""
+        if not self._order:
+            return at.q[..., self.channels(at.spec, at.q.device)]
+        own = self.table((at.layer,), at.q.device)  # [Hkv, r]
+        of_heads = own.repeat_interleave(at.spec.group_size, 0)
+        return at.q.gather(-1, of_heads.expand(len(at.q), -1, -1))
 
     def select(self, at: LayerStep) -> Selection | None:
         width = self._width(at) if self.acts_on(at.layer) else None
@@ -95,12 +129,32 @@ class DoubleSparsity(TokenSelection):
             return None
         table, lens = at.packed()  # lens [S, G]
         opened = (lens - 1) // at.page_size * at.page_size
-        q = at.q[..., self.channels(at.spec, at.q.device)]
+        q = self._asked(at)
         scores = ops.slot_scores(
             q, at.aux("labels"), table, opened, at.spec.softmax_scale, normalise=True
         )
         sinks = (at.budgets() // 2).clamp(max=self.config.sink)
         return self._best(at, scores, opened[..., None], sinks, width)
+
+
+def _calibrated(
+    config: DoubleSparsityConfig, model: ModelSpec, count: int
+) -> dict[int, list[list[int]]]:
+    """The label channels of each KV head, ascending, of every layer that may be labelled."""
+    refuse_both("double_sparsity", channels=config.channels)
+    rows = read_calibration(config.calibration, "double_sparsity", model).get("channels")
+    found = {}
+    try:
+        for i, spec in enumerate(model.layers):
+            if spec.kind in DoubleSparsity.traits.kinds:
+                heads = rows[i]  # type: ignore[index]
+                whole = list(range(spec.head_dim))
+                if len(heads) != spec.kv_heads or any(sorted(order) != whole for order in heads):
+                    raise ValueError
+                found[i] = [sorted(order[:count]) for order in heads]
+    except (IndexError, KeyError, TypeError, ValueError):
+        raise damaged(config.calibration) from None
+    return found
 
 
 def builtin_channels(spec: LayerSpec, count: int) -> list[int]:

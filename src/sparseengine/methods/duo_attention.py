@@ -16,6 +16,12 @@ from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
 from sparseengine.core.specs import LayerKind, ModelSpec, Ragged
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
+from sparseengine.methods.calibration import (
+    calibration_knob,
+    damaged,
+    read_calibration,
+    refuse_both,
+)
 from sparseengine.methods.families import Method
 from sparseengine.methods.knobs import knob
 from sparseengine.methods.streaming_llm import StreamingLLM, StreamingLLMConfig
@@ -41,6 +47,7 @@ class DuoAttentionConfig(StreamingLLMConfig):
         "without one a built-in pattern spreads retrieval heads evenly, which nothing was "
         "learned for",
     )
+    calibration: str = calibration_knob()
 
 
 class DuoAttention(Method):
@@ -58,9 +65,10 @@ class DuoAttention(Method):
     Streaming rows are cut after every block of the prompt, at its end and while decoding; the
     freed pages are other requests' at once.
 
-    Without a pattern file the heads are NOT those that retrieve: the built-in pattern takes the
-    same share of every layer, head (layer modulo heads) first. It has the memory and the speed of a
-    learned pattern, not its quality.
+    Gates come from a pattern file (the authors' learned ones, say) or from a calibration, which
+    estimates them without training. Without either, the heads are NOT those that retrieve: the
+    built-in pattern takes the same share of every layer, head (layer modulo heads) first. It has
+    the memory and the speed of a learned pattern, not its quality.
 
     Deviations: a block of the prompt attends to all that was retained before it and to itself,
     where the authors mask to the window inside a block, too; heads keep their order, where the
@@ -84,7 +92,7 @@ class DuoAttention(Method):
     default_budget = 320
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
-        gates = _load(config.pattern, model) if config.pattern else _spread(model)
+        gates = _gates_of(config, model)
         self.streaming = streaming_heads(gates, config.retrieval)
         self._row = StreamingLLM(config, model)  # what happens to one row of a streaming head
         super().__init__(config, model)
@@ -186,6 +194,20 @@ def _spread(model: ModelSpec) -> Gates:
         layer: tuple(1 - ((h - at) % count) / count for h in range(count))
         for at, (layer, count) in enumerate(_heads(model).items())
     }
+
+
+def _gates_of(config: DuoAttentionConfig, model: ModelSpec) -> Gates:
+    """Gates of the FULL layers: of a calibration, of a pattern file, or built in."""
+    if not config.calibration:
+        return _load(config.pattern, model) if config.pattern else _spread(model)
+    refuse_both("duo_attention", pattern=config.pattern)
+    rows = read_calibration(config.calibration, "duo_attention", model).get("gates")
+    if not isinstance(rows, list) or len(rows) != len(model.layers):
+        raise damaged(config.calibration)
+    try:
+        return {layer: _gates(rows[layer], count) for layer, count in _heads(model).items()}
+    except (ValueError, OverflowError):
+        raise damaged(config.calibration) from None
 
 
 def _load(path: str, model: ModelSpec) -> Gates:

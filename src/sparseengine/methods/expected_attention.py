@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from base64 import b64decode, b64encode
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec, Per, Rotary
 from sparseengine.errors import UnsupportedError
+from sparseengine.methods.calibration import calibration_knob, damaged, read_calibration
 from sparseengine.methods.families import EvictionConfig, EvictionMethod
 from sparseengine.methods.knobs import knob
 
@@ -37,6 +40,7 @@ class ExpectedAttentionConfig(EvictionConfig):
     epsilon: float = knob(
         0.0, "added to the expected attention before the value norm", low=0.0, high=1.0
     )
+    calibration: str = calibration_knob()
 
 
 class ExpectedAttention(EvictionMethod):
@@ -52,6 +56,8 @@ class ExpectedAttention(EvictionMethod):
     Answers to no question in particular, so the question need not be known. Queries are taken back
     from their rotation with the positions of their chunk; moments are sums in fp32, so that chunks
     add up. They take q_heads * head_dim * (head_dim + 1) * 4 bytes per layer while a prompt runs.
+    With a calibration the moments are those of other texts and nothing is gathered: what a prompt
+    retains then depends on its keys and values alone.
 
     Deviations: queries that were rounded to the model's dtype after their rotation are turned back,
     where the authors keep those from before; the prompt is evicted once, when it ends, and tokens
@@ -71,6 +77,7 @@ class ExpectedAttention(EvictionMethod):
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
+        self._known = _known_moments(config, model, self.layers) if config.calibration else {}
         for layer in self.layers if model.rotaries else ():
             rotary = model.rotaries[layer]
             if rotary.by_length or rotary.interleaved:
@@ -81,6 +88,8 @@ class ExpectedAttention(EvictionMethod):
                 )
 
     def aux(self) -> tuple[AuxSpec, ...]:
+        if self._known:
+            return ()
         wide = torch.float64 if self.model.dtype is torch.float64 else torch.float32
         shapes: dict[str, tuple[str | int, ...]] = {
             "query_count": (1,),
@@ -98,18 +107,12 @@ class ExpectedAttention(EvictionMethod):
 
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Add this chunk's queries, but for the sinks', to the moments."""
-        lo, hi = at.span(chunk)
-        start = at.plan.chunks[chunk].start
-        skip = max(0, self.config.sink - start)
-        if lo + skip >= hi:
+        if self._known:
             return
         total = at.request_aux("query_sum", chunk)
-        q = at.q[lo + skip : hi].to(total.dtype)
-        rotary = self._rotary(at.layer)
-        if rotary is not None:
-            first = start + skip
-            cos, sin = _cos_sin(rotary, first, first + len(q), q)
-            q = _turn(q, cos[:, None] / rotary.factor, -sin[:, None] / rotary.factor)
+        q = unrotated(at, chunk, self.config.sink, self._rotary(at.layer), total.dtype)
+        if q is None:
+            return
         at.request_aux("query_count", chunk).add_(len(q))
         total.add_(q.sum(0))
         if self.config.covariance:
@@ -141,13 +144,21 @@ class ExpectedAttention(EvictionMethod):
             found = found * torch.cat(norms, -1)
         return torch.where(counts, found, 0.0)
 
+    def _moments(self, at: LayerStep, chunk: int) -> tuple[Tensor, Tensor | None]:
+        """Mean [Hq, D] and covariance [Hq, D, D] of queries before rotation."""
+        if self._known:
+            mean, cov = (m.to(at.q.device) for m in self._known[at.layer])
+            return mean, cov if self.config.covariance else None
+        count = at.request_aux("query_count", chunk).clamp_min(1)
+        mean = at.request_aux("query_sum", chunk) / count
+        if not self.config.covariance:
+            return mean, None
+        products = at.request_aux("query_products", chunk) / count
+        return mean, products - mean[:, :, None] * mean[:, None]
+
     def _future(self, at: LayerStep, chunk: int) -> tuple[Tensor, Tensor | None]:
         """Mean [Hq, D] and covariance [Hq, D, D] of queries after the prompt, as keys meet them."""
-        count = at.request_aux("query_count", chunk).clamp_min(1)
-        mean, cov = at.request_aux("query_sum", chunk) / count, None
-        if self.config.covariance:
-            products = at.request_aux("query_products", chunk) / count
-            cov = products - mean[:, :, None] * mean[:, None]
+        mean, cov = self._moments(at, chunk)
         rotary = self._rotary(at.layer)
         if rotary is None:
             return mean, cov
@@ -157,6 +168,62 @@ class ExpectedAttention(EvictionMethod):
         if cov is not None:
             cov = _turn(_turn(cov, cos, sin).mT, cos, sin).mT
         return _turn(mean, cos, sin), cov
+
+
+def unrotated(
+    at: LayerStep, chunk: int, sinks: int, rotary: Rotary | None, dtype: torch.dtype
+) -> Tensor | None:
+    """A chunk's queries as they were before their rotation, [T, Hq, D], without those of the first
+    `sinks` positions; None if there are no others."""
+    lo, hi = at.span(chunk)
+    start = at.plan.chunks[chunk].start
+    skip = max(0, sinks - start)
+    if lo + skip >= hi:
+        return None
+    q = at.q[lo + skip : hi].to(dtype)
+    if rotary is None:
+        return q
+    cos, sin = _cos_sin(rotary, start + skip, start + skip + len(q), q)
+    return _turn(q, cos[:, None] / rotary.factor, -sin[:, None] / rotary.factor)
+
+
+# ── moments in a calibration file ────────────────────────────────────────────────────────────────
+
+
+def pack(values: Tensor) -> str:
+    """Numbers in half precision, little-endian, as base64."""
+    return b64encode(values.cpu().numpy().astype("<f2").tobytes()).decode()
+
+
+def _unpack(text: Any, *shape: int) -> Tensor:
+    """fp32 of that shape (-1: whatever fits). Raises ValueError if the text does not hold it."""
+    if not isinstance(text, str):
+        raise ValueError
+    values = np.frombuffer(b64decode(text, validate=True), "<f2").astype(np.float32)
+    if not np.isfinite(values).all() or not values.size:
+        raise ValueError
+    return torch.from_numpy(values).reshape(shape)
+
+
+def _known_moments(
+    config: ExpectedAttentionConfig, model: ModelSpec, layers: Sequence[int]
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Mean [Hq, D] and covariance [Hq, D, D] of each layer's queries, from a calibration."""
+    rows = read_calibration(config.calibration, "expected_attention", model).get("layers")
+    found = {}
+    try:
+        if not isinstance(rows, dict):
+            raise ValueError
+        for layer in layers:
+            row, spec = rows[str(layer)], model.layers[layer]
+            heads, dim = spec.q_heads, spec.head_dim
+            factor = _unpack(row["factor"], heads, dim, -1)
+            cov = factor @ factor.mT
+            cov.diagonal(dim1=-2, dim2=-1).add_(_unpack(row["rest"], heads, dim).square())
+            found[layer] = (_unpack(row["mean"], heads, dim), cov)
+    except (ValueError, KeyError, TypeError, RuntimeError):
+        raise damaged(config.calibration) from None
+    return found
 
 
 def _blocks(rows: Tensor) -> Iterator[Tensor]:

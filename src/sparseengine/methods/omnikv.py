@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -13,6 +13,12 @@ from sparseengine.core.plan import Chunk
 from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import Selection
 from sparseengine.errors import RequestError
+from sparseengine.methods.calibration import (
+    calibration_knob,
+    damaged,
+    read_calibration,
+    refuse_both,
+)
 from sparseengine.methods.knobs import MethodConfig, knob
 from sparseengine.methods.tokens import TokenSelection
 
@@ -37,6 +43,7 @@ class OmniKVConfig(MethodConfig):
     )
     sink: int = knob(4, "first tokens that are always read", low=0, high=1 << 20)
     recent: int = knob(128, "newest tokens that are always read", low=1, high=1 << 20)
+    calibration: str = calibration_knob()
 
 
 class OmniKV(TokenSelection):
@@ -51,9 +58,9 @@ class OmniKV(TokenSelection):
 
     Deviations: the authors choose among the prompt's tokens and always read what was generated, so
     that reads grow; here `recent` tokens are read and older generated ones compete. Nothing is
-    offloaded to the host, so the layer after a filter need not wait for a copy (`wait`). Filters
-    of an unknown model are those of Llama-3-8B by depth. A filter that no layer follows (of a model
-    with one layer of full attention, say) reads what it chose itself.
+    offloaded to the host, so the layer after a filter need not wait for a copy (`wait`). Without a
+    calibration, filters are those of Llama-3-8B by depth. A filter that no layer follows (of a
+    model with one layer of full attention, say) reads what it chose itself.
     """
 
     name = "omnikv"
@@ -107,10 +114,16 @@ def _eligible(model: ModelSpec, kinds: frozenset[LayerKind]) -> list[int]:
 
 
 def _filters(config: OmniKVConfig, model: ModelSpec, kinds: frozenset[LayerKind]) -> list[int]:
-    """The filter layers, ascending. Built in: by depth, the last layer only if it is the first."""
+    """The filter layers, ascending: given, calibrated or built in."""
     layers = _eligible(model, kinds)
     if not layers:
         return []
+    if config.calibration:
+        refuse_both("omnikv", filter_layers=config.filter_layers)
+        found = read_calibration(config.calibration, "omnikv", model).get("filter_layers")
+        if not isinstance(found, list) or not found or not all(i in layers for i in found):
+            raise damaged(config.calibration)
+        return sorted(set(found))
     wrong = sorted(set(config.filter_layers) - set(layers))
     if wrong:
         raise RequestError(
@@ -119,6 +132,11 @@ def _filters(config: OmniKVConfig, model: ModelSpec, kinds: frozenset[LayerKind]
         )
     if config.filter_layers:
         return sorted(set(config.filter_layers))
+    return built_in_filters(layers)
+
+
+def built_in_filters(layers: Sequence[int]) -> list[int]:
+    """Of these layers those at 2, 8 and 18 of 32 of the depth, the last only if it is the first."""
     places = {(2 * share * len(layers) + 32) // 64 for share in (2, 8, 18)}
     return [layers[p] for p in sorted(places) if p < max(1, len(layers) - 1)]
 

@@ -1,0 +1,1 @@
+"""What each method that can be calibrated measures on a model, one file each."""
