@@ -86,9 +86,15 @@ def config_page() -> str:
 
 def methods_page() -> str:
     from sparseengine.methods import describe_methods
+    from sparseengine.methods.knobs import STAGE_KNOBS
 
     rows, recall = describe_methods(), measured_recall()
+    stages: list[list[object]] = [[f"`{name}`", doc] for name, doc in STAGE_KNOBS.items()]
     parts = [HEADER, "# Sparse methods\n", _overview(rows), ""]
+    parts.append(
+        "Beside a method's own knobs, a request may name further stages "
+        "([compose.md](../compose.md)):\n\n" + markdown_table(["key", "meaning"], stages) + "\n"
+    )
     for row in rows:
         parts.append(f"## {row['name']}\n\n{row['summary']} [More]({_own_page(row)})\n")
         traits = ", ".join(f"{k} {_plain(v)}" for k, v in row["traits"].items())

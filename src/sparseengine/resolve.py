@@ -24,6 +24,7 @@ from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec, Ragged
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_model, make_method, resolve_budget
+from sparseengine.methods.compose import describe_pipeline
 from sparseengine.methods.prefill import PATTERNS, check_pattern, make_pattern
 from sparseengine.models import model_spec
 from sparseengine.ops.tuned import Tuned, device_key, load
@@ -221,7 +222,7 @@ def _check_budget(config: EngineConfig, method: SparseMethod, max_model_len: int
     sparse = config.sparse
     try:
         params = SparseParams(method.name, budget=sparse.budget, ratio=sparse.ratio, **sparse.knobs)
-        resolve_budget(type(method), params, max_model_len)
+        resolve_budget(method, params, max_model_len)
     except RequestError as error:
         raise ConfigError(f"--kv-budget: {error}") from None
 
@@ -304,12 +305,13 @@ def _explain_method(resolved: Resolved, name: str, length: int, max_tokens: int)
     size = resolved.config.cache.block_size
     method = make_method(name, knobs, resolved.spec, page_size=size)
     params = resolved.sparse if is_default else SparseParams(name)
-    budget = resolve_budget(type(method), params, length)
+    budget = resolve_budget(method, params, length)
     demand = method.demand(length, max_tokens, budget)
     return {
         "name": name,
         "default": is_default,
         "config": _plain(method.config),
+        "pipeline": describe_pipeline(method),
         "traits": _plain(method.traits),
         "demand": {
             "prompt_tokens": length,

@@ -14,6 +14,8 @@ class Case(NamedTuple):
     refused: tuple[str, ...] = ()  # layer mixes it cannot run on
 
 
+READ = {"select": "quest", "select_tokens": 12, "select_config": {"dense_layers": 0}}
+
 CASES = {
     "full": Case("full", {}, None),
     "random": Case("random", {"sink": 2, "recent": 4}),
@@ -53,6 +55,18 @@ CASES = {
         {"dense_layers": 0, "digest": "representatives", "recent_pages": 1, "min_pages": 3},
     ),
     "omnikv": Case("omnikv", {"sink": 2, "recent": 6}),
+    "snapkv_pages": Case(
+        "snapkv",
+        {"window": 6, "kernel": 3, "sink": 2, "allocate": "page_quanta", "allocate_scope": "model"},
+    ),
+    "rkv_adakv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3, "allocate": "adakv"}),
+    "h2o_pages_quest": Case(
+        "h2o", {"interval": 3, "allocate": "page_quanta", "allocate_scope": "model", **READ}
+    ),
+    "kvzip_pages_quest": Case(
+        "kvzip",
+        {"chunk": 8, "lead": 2, "sink": 2, "recent": 4, "allocate": "page_quanta", **READ},
+    ),
     "double_sparsity": Case("double_sparsity", {"dense_layers": 0, "sink": 2}),
 }
 

@@ -104,7 +104,6 @@ def drive(
         ctx = StepContext(plan, cache, controller, (backend,), model)
         part = slice(at, at + size)
         out.outs.append(ctx.attend(0, q[part], k[part], v[part]))
-        rows = [cache.layer_step(0, q[part], k[part], v[part])]
         controller.end_step(plan)
         reads = backend.log[-1][0]
         if chunk.ends_prompt:
@@ -116,6 +115,7 @@ def drive(
                 controller.end_step(again)
                 cache.check()
         if shrink_to is not None and i == len(steps) - 2:
+            rows = [cache.layer_step(0, q[part], k[part], v[part])]
             controller.retain(method.shrink(request, shrink_to, rows))
         cache.check()
         out.reads.append(reads)

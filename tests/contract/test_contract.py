@@ -66,7 +66,8 @@ def test_refused_cells_say_why(case: Case, mix: str) -> None:
 def test_01_budget_of_the_whole_length_equals_dense(case: Case, mix: str) -> None:
     budget = None if case.budget is None else LONG + NEW
     dense = solo(MIXES[mix], "full", prompt(LONG), NEW, None)
-    assert solo(MIXES[mix], case.method, prompt(LONG), NEW, budget, **case.knobs) == dense
+    knobs = {k: LONG + NEW if k == "select_tokens" else v for k, v in case.knobs.items()}
+    assert solo(MIXES[mix], case.method, prompt(LONG), NEW, budget, **knobs) == dense
 
 
 @pytest.mark.parametrize(("case", "mix"), CELLS)
@@ -276,8 +277,9 @@ def test_layers_of_other_kinds_stay_dense(case: Case) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in CASES.items()])
 def test_07_two_ranks_with_half_the_heads_decide_as_one(case: Case) -> None:
     """Head split as tensor parallelism makes it; methods that need all heads say so."""
-    if METHODS.get(case.method).traits.tp != "local":
-        assert METHODS.get(case.method).traits.tp == "reduce"
+    traits = make(spec_of(4, 2), case.method, **case.knobs).traits
+    if traits.tp != "local":
+        assert traits.tp == "reduce"
         return
     q, k, v = random_layer(LONG + 1, q_heads=4, kv_heads=2)
     steps = [LONG, 1]

@@ -191,6 +191,37 @@ def test_steps_between_bursts_of_a_method_that_only_looks_when_it_cuts(folder: P
     assert 8 <= replays < 19, "steps that cut run eagerly, others do not"
 
 
+@pytest.mark.parametrize(
+    ("method", "budget", "knobs"),
+    [
+        ("snapkv", 60, {"allocate": "page_quanta", "allocate_scope": "model"}),
+        ("kvzip", 60, {"allocate": "page_quanta", "chunk": 64}),
+        ("h2o", 64, {"interval": 5}),
+        ("streaming_llm", 80, {"block_tokens": 64}),
+    ],
+    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "streaming"],
+)
+def test_pipelines_are_replayed_with_the_tokens_of_eager_steps(
+    folder: Path, method: str, budget: int, knobs: dict[str, object]
+) -> None:
+    """Evicted and selected, selected alone (a large budget) and neither, in one batch."""
+    read = {"select": "quest", "select_tokens": 48, "select_config": {"dense_layers": 0}}
+    sparse = [
+        SparseParams(method, budget=b, **knobs, **read) for b in (budget, 400, budget, 90, 70)
+    ]
+    found, replays = [], []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=(method, "quest")) as llm:
+            found.append(tokens(llm, GREEDY, sparse))
+            replays.append(llm.engine.runner.num_replays)
+            cache = llm.engine.scheduler.cache
+            cache.check()
+            assert cache.free_pages() == cache.total_pages()
+    assert found[0] == found[1]
+    assert replays[0] == 0
+    assert replays[1] >= 15
+
+
 def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:
     sampling = SamplingParams(
         temperature=0.8, seed=3, n=2, max_tokens=16, ignore_eos=True, logprobs=2

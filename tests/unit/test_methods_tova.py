@@ -150,7 +150,7 @@ def test_demand_is_what_rows_reach(burst: int) -> None:
 def test_the_row_is_one_per_layer_and_knobs_are_checked() -> None:
     method = make(toy_spec("ff"), "tova")
     assert [g.ragged for g in method.cache_plan()] == [Ragged.LAYER]
-    assert method.cache_plan()[0].aux == ()
+    assert [a.name for a in method.cache_plan()[0].aux] == ["eviction_score"]
     assert not method.traits.graph_safe
     for wrong in ({"burst": -1}, {"preset": "paper"}, {"window": 3}):
         with pytest.raises(RequestError):

@@ -19,6 +19,7 @@ class Methods:
 
     def run(self, args: argparse.Namespace) -> int:
         from sparseengine.methods import METHODS, describe_methods
+        from sparseengine.methods.knobs import STAGE_KNOBS
         from sparseengine.methods.prefill import PATTERNS, describe_patterns
 
         methods, patterns = describe_methods(), describe_patterns()
@@ -36,6 +37,8 @@ class Methods:
             print(detail(rows[0]))
         else:
             print(table([overview(row) for row in methods]))
+            print("\nfurther stages, beside a method's knobs\n")
+            print(table([{"key": name, "meaning": doc} for name, doc in STAGE_KNOBS.items()]))
             print("\nsparse prefill, with any of them\n")
             print(table([pattern_overview(row) for row in patterns]))
         return 0

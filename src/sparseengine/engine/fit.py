@@ -61,7 +61,7 @@ def fit_table(
             name, sparse.knobs, resolved.spec, page_size=resolved.config.cache.block_size
         )
         shown[name] = method
-        budgets[name] = resolve_budget(type(method), sparse, prompt)
+        budgets[name] = resolve_budget(method, sparse, prompt)
     return memory_table(
         resolved,
         cache,

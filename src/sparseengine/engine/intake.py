@@ -62,7 +62,7 @@ class MethodTable:
             method = make_method(name, sparse.knobs, self.model, page_size=self._page_size)
             check_storage(method, self.groups)
             self.instances[key] = method
-        budget = resolve_budget(type(self.instances[key]), sparse, prompt_len)
+        budget = resolve_budget(self.instances[key], sparse, prompt_len)
         return key, budget
 
     def resolve_prefill(self, sparse: SparseParams) -> tuple[str, int]:

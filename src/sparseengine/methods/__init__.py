@@ -10,7 +10,7 @@ from typing import Any
 from sparseengine.core.method import SparseMethod, Traits
 from sparseengine.core.params import SparseParams
 from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec
-from sparseengine.errors import RequestError, UnsupportedError
+from sparseengine.errors import ConfigError, RequestError, UnsupportedError
 from sparseengine.registry import Registry
 
 METHODS = Registry(
@@ -44,11 +44,28 @@ RUNS = "runs"
 def make_method(
     name: str, knobs: Mapping[str, Any], model: ModelSpec, *, page_size: int = 16
 ) -> SparseMethod:
-    """An instance of a method with these knobs for this model.
+    """An instance of a method, or of a pipeline that begins with it, for this model.
 
-    page_size: slots of a page in the cache that will hold its rows. Raises `ConfigError` for an
-    unknown method and `RequestError` for an unknown or wrong knob, both naming the nearest.
+    knobs: the method's own, and those of further stages (`compose.STAGE_KNOBS`). page_size: slots
+    of a page in the cache that will hold its rows. Raises `ConfigError` for an unknown method and
+    `RequestError` for an unknown or wrong knob, both naming the nearest, and for stages that do not
+    fit together.
     """
+    from sparseengine.methods.compose import allocated, composed, split_stages
+
+    stages, own = split_stages(knobs)
+    method = allocated(_alone(name, own, model, page_size), stages)
+    if stages.select is None:
+        return method
+    try:
+        METHODS.get(stages.select)
+    except ConfigError as error:
+        raise RequestError(f"select: {error}") from None
+    read = _alone(stages.select, stages.select_config, model, page_size)
+    return composed(method, read, stages.select_tokens)
+
+
+def _alone(name: str, knobs: Mapping[str, Any], model: ModelSpec, page_size: int) -> SparseMethod:
     method_class = METHODS.get(name)
     config = method_class.config_class.from_knobs(METHODS.canonical(name), knobs)
     method: SparseMethod = method_class(config, model)
@@ -58,7 +75,7 @@ def make_method(
 
 
 def resolve_budget(
-    method_class: type[SparseMethod], sparse: SparseParams, prompt_len: int
+    method_class: type[SparseMethod] | SparseMethod, sparse: SparseParams, prompt_len: int
 ) -> int | None:
     """Tokens per row for a prompt: the budget, else max(1, int(ratio * prompt_len)).
 

@@ -13,6 +13,7 @@ from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
+from sparseengine.methods.allocate import share_tokens
 from sparseengine.methods.budgets import largest_remainder, protect, top_mask
 from sparseengine.methods.families import EvictionMethod
 from sparseengine.methods.knobs import MethodConfig, knob
@@ -97,16 +98,7 @@ class AdaKV(EvictionMethod):
         shielded = protect(scores, lens, *self.protected(budget))
         if self.config.form == "share":
             return self._share(shielded, lens, budget)
-        floor = lens.clamp(max=int(budget * self.config.alpha))
-        safe = top_mask(shielded, floor, int(budget * self.config.alpha))
-        return self._layer_top(torch.where(safe, float("inf"), shielded), lens, budget)
-
-    def _layer_top(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
-        """The layer's best kv_heads * budget slots, position by position so that ties are fair."""
-        heads = scores.shape[1]
-        flat = scores.mT.flatten(1)  # [N, L * H]
-        best = top_mask(flat, lens.sum(1).clamp(max=heads * budget), heads * budget)
-        return best.view(len(best), -1, heads).mT
+        return share_tokens(shielded, lens, budget, self.config.alpha)
 
     def _share(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """Head budgets from each head's part of the layer's best, then the head's own best."""

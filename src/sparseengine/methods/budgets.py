@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,3 +73,28 @@ def largest_remainder(shares: Sequence[float], total: int) -> list[int]:
     for i in order[: total - sum(out)]:
         out[i] += 1
     return out
+
+
+def pyramid_ends(length: int, window: int, spare: int, beta: int) -> tuple[int, int]:
+    """Share of the first and of the last layer when the mean share is `spare` tokens."""
+    least = spare // beta
+    most = 2 * spare - least
+    if most >= length - window:
+        most = length - window
+        least = 2 * spare - most
+    return most, least
+
+
+def is_flat_pyramid(layers: int, length: int, spare: int) -> bool:
+    return layers < 2 or spare <= 0 or length < 2 * spare
+
+
+@lru_cache(maxsize=4096)
+def exact_pyramid(layers: int, length: int, budget: int, window: int, beta: int) -> tuple[int, ...]:
+    """Budgets per layer, never increasing, that sum to layers * budget."""
+    spare = budget - window
+    if is_flat_pyramid(layers, length, spare):
+        return (budget,) * layers
+    most, least = pyramid_ends(length, window, spare, beta)
+    shares = [most * (layers - 1) - i * (most - least) for i in range(layers)]
+    return tuple(n + window for n in largest_remainder(shares, layers * spare))

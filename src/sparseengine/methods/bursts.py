@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import ClassVar
 
-import torch
-
 from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
-from sparseengine.core.view import Keep
-from sparseengine.methods.families import EvictionMethod, _Pending
+from sparseengine.methods.families import DENSE_DOC, EvictionMethod, _Pending
 from sparseengine.methods.knobs import MethodConfig, knob
 
 INTERVAL_DOC = (
@@ -25,6 +22,7 @@ INTERVAL_DOC = (
 class BurstConfig(MethodConfig):
     """Knobs of every eviction in bursts."""
 
+    dense_layers: int = knob(0, DENSE_DOC, low=0, high=4096)
     interval: int = knob(64, INTERVAL_DOC, low=0, high=1 << 20)
     sink: int = knob(0, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
 
@@ -78,6 +76,9 @@ class BurstEviction(EvictionMethod):
         growing = self._growing(plan)
         if not growing:
             return
+        if self.allocation is not None:
+            self._weigh_shared(plan, growing, [at for at in layers() if self.acts_on(at.layer)])
+            return
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
@@ -94,19 +95,30 @@ class BurstEviction(EvictionMethod):
             if not due:
                 return
 
-    def shrink(
-        self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
-    ) -> Sequence[Keep]:
-        """A further eviction by the same scores; not if tokens were not watched."""
-        if not self.config.interval or not self.can_cut(request):
-            return ()
-        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
-        for at in rows:
-            if self.acts_on(at.layer) and max(at.lens(0)) > target_tokens:
-                found = _Pending(self.score(at, 0).float(), at.lens(0), target_tokens)
-                key = (found.scores.shape, target_tokens)
-                batches.setdefault(key, []).append((request.id, at.layer, found))
-        return self._choose(batches)
+    def _weigh_shared(
+        self, plan: StepPlan, growing: Sequence[int], layers: Sequence[LayerStep]
+    ) -> None:
+        """The same for rows that share: when their mean has grown by `interval`."""
+        assert self.allocation is not None
+        for i in growing:
+            request = plan.chunks[i].request
+            if request.budget is None:
+                continue
+            heads = [at.spec.kv_heads for at in layers]
+            total = sum(
+                sum(at.lens(i)) * n // len(at.lens(i)) for at, n in zip(layers, heads, strict=True)
+            )
+            cap = self.allocation.cap(request.budget, self.page_size)
+            if total >= sum(heads) * (cap + self.config.interval):
+                for at in layers:
+                    self.note(at, i, request.budget)
+
+    def can_rescore(self) -> bool:
+        return True
+
+    def can_shrink(self, request: Request) -> bool:
+        """Not if its tokens were not watched."""
+        return bool(self.config.interval) and self.can_cut(request)
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         """Rows of the prompt (or of a block on top of the budget), then budget + interval."""
@@ -114,7 +126,9 @@ class BurstEviction(EvictionMethod):
         if budget is None:
             return Demand(total, total)
         block, interval = self.prefill_block(), self.config.interval
-        worst = prompt_len if block is None else min(prompt_len, budget + block)
+        again = bool(interval)
         grown = min(interval, max_tokens) if interval else max_tokens
-        steady = self.mean_rows(min(total, budget + grown), total)
+        most = self.held(prompt_len, budget, block or 0, again)
+        worst = prompt_len if block is None else min(prompt_len, most)
+        steady = self.mean_rows(min(total, self.held(prompt_len, budget, grown, again)), total)
         return Demand(max(self.mean_rows(worst, prompt_len), steady), steady)

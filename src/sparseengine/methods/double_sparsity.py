@@ -133,7 +133,7 @@ class DoubleSparsity(TokenSelection):
         scores = ops.slot_scores(
             q, at.aux("labels"), table, opened, at.spec.softmax_scale, normalise=True
         )
-        sinks = (at.budgets() // 2).clamp(max=self.config.sink)
+        sinks = (self.budgets(at) // 2).clamp(max=self.config.sink)
         return self._best(at, scores, opened[..., None], sinks, width)
 
 

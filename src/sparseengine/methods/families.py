@@ -9,19 +9,20 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparseengine import ops
 from sparseengine.cache.tensors import upload
 from sparseengine.core.method import LayerStep, SparseMethod, Traits
 from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
-from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Ragged
+from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Per, Ragged
 from sparseengine.core.view import Keep, Selection
-from sparseengine.methods.budgets import (
-    protect,
-    split_protected,
-    top_mask,
-)
+from sparseengine.methods.allocate import Allocation
+from sparseengine.methods.budgets import protect, split_protected, top_mask
 from sparseengine.methods.knobs import MethodConfig, knob
+
+DENSE_DOC = "first layers of the model that retain and read everything"
+_TINY = 1e-30
 
 
 class Method(SparseMethod):
@@ -49,8 +50,8 @@ class Method(SparseMethod):
         self._acts = frozenset(self.layers)
 
     def dense_layers(self) -> frozenset[int]:
-        """Layers that this configuration leaves dense."""
-        return frozenset()
+        """Layers that this configuration leaves dense: the first ones, if it has such a knob."""
+        return frozenset(range(getattr(self.config, "dense_layers", 0)))
 
     def acts_on(self, layer: int) -> bool:
         return layer in self._acts
@@ -58,6 +59,10 @@ class Method(SparseMethod):
     def aux(self) -> tuple[AuxSpec, ...]:
         """Side tensors of the layers whose kind the method acts on."""
         return ()
+
+    def side_tensors(self) -> tuple[AuxSpec, ...]:
+        """`aux` and what a family needs."""
+        return self.aux()
 
     def cache_plan(self) -> tuple[CacheGroup, ...]:
         """One group per layer kind; layers of other kinds are stored plainly."""
@@ -70,7 +75,7 @@ class Method(SparseMethod):
                         layers=layers,
                         page_size=self.page_size,
                         ragged=self.ragged,
-                        aux=self.aux(),
+                        aux=self.side_tensors(),
                     )
                 )
             elif layers:
@@ -97,6 +102,7 @@ class Method(SparseMethod):
 class EvictionConfig(MethodConfig):
     """Knobs of every scored eviction."""
 
+    dense_layers: int = knob(0, DENSE_DOC, low=0, high=4096)
     sink: int = knob(4, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
     recent: int = knob(32, "newest tokens that are always retained", low=0, high=1 << 20)
 
@@ -123,6 +129,8 @@ class EvictionMethod(Method):
     ragged = Ragged.HEAD
     default_ratio: ClassVar[float | None] = 0.25
     keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
+    stored_score: ClassVar[str] = "eviction_score"  # side tensor of scores, for a later `shrink`
+    allocation: Allocation | None = None  # how rows share their budgets; None: the method's own way
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
@@ -164,8 +172,17 @@ class EvictionMethod(Method):
             budget = chunk.request.budget
             if budget is None or not self.is_due(chunk):
                 continue
-            if max(at.lens(i)) > budget:
+            # Rows that share a budget may be shorter than it; together they are not.
+            longest = max(at.lens(i)) if self.allocation is None else chunk.stop
+            if longest > budget:
                 self.note(at, i, budget)
+
+    def why_not(self, allocation: Allocation) -> str | None:
+        """Why rows of this method cannot share budgets so; None if they can."""
+        own = type(self)
+        if own.retain is EvictionMethod.retain and own.layer_budget is EvictionMethod.layer_budget:
+            return None
+        return "it shares budgets out itself; leave `allocate` out, or name a method that scores"
 
     def note(self, at: LayerStep, chunk: int, budget: int) -> None:
         """Score a chunk's rows at this layer; they are cut to the budget when the step ends."""
@@ -173,9 +190,30 @@ class EvictionMethod(Method):
         own = self.layer_budget(at.layer, max(lens), budget)
         found = _Pending(self.score(at, chunk).float(), lens, own)
         self._pending.setdefault(request.id, {})[at.layer] = found
+        if self._stores_scores():
+            score = torch.where(found.scores == 0, -_TINY, found.scores)  # 0 is: never scored
+            at.scatter(self.stored_score, chunk, score.expand(at.spec.kv_heads, -1))
+
+    def _stores_scores(self) -> bool:
+        return not self.can_rescore()
+
+    def side_tensors(self) -> tuple[AuxSpec, ...]:
+        own = self.aux()
+        if not self._stores_scores() or any(a.name == self.stored_score for a in own):
+            return own
+        return (*own, AuxSpec(name=self.stored_score, per=Per.SLOT, rewritten=True))
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
+        if self.allocation is not None:
+            return [
+                keep
+                for chunk in plan.chunks
+                if chunk.request.id in self._pending
+                for keep in self._share_out(
+                    chunk.request, self._pending.pop(chunk.request.id), self.allocation
+                )
+            ]
         batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
         for chunk in plan.chunks:
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
@@ -197,23 +235,86 @@ class EvictionMethod(Method):
                 keeps.append(Keep(request, layer, tuple(m[:n] for m, n in rows_of)))
         return keeps
 
+    def _share_out(
+        self, request: Request, found: Mapping[int, _Pending], allocation: Allocation
+    ) -> list[Keep]:
+        """The cut of one request's rows that share: those of layers that store equal sizes."""
+        keeps: list[Keep] = []
+        alike: dict[tuple[object, ...], list[int]] = {}
+        for layer in sorted(found):
+            spec = self.model.layers[layer]
+            alike.setdefault((spec.kv_heads, *spec.stored_dims), []).append(layer)
+        for layers in alike.values():
+            items = [found[layer] for layer in layers]
+            heads, longest = items[0].scores.shape[0], max(p.scores.shape[1] for p in items)
+            parts = [pad(p.scores, (0, longest - p.scores.shape[1])) for p in items]
+            rows = [_expand(p.lens, heads) for p in items]
+            scores = torch.stack(parts)  # [N, H, L]
+            lens = upload(np.array(rows, np.int64), scores.device)
+            budget = items[0].budget
+            every = self._row_budgets(request.prompt_len, budget, allocation)
+            masks = allocation.retain(
+                scores,
+                lens,
+                [every[self.layers.index(layer)] for layer in layers],
+                self.protected(budget),
+                self.page_size,
+            )
+            for layer, lengths, mask in zip(layers, rows, masks, strict=True):
+                rows_of = zip(mask.unbind(0), lengths, strict=True)
+                keeps.append(Keep(request.id, layer, tuple(m[:n] for m, n in rows_of)))
+        return keeps
+
+    def _row_budgets(self, prompt_len: int, budget: int, allocation: Allocation) -> tuple[int, ...]:
+        """Tokens per row of each acting layer, before rows share."""
+        forced = sum(self.protected(budget))
+        return allocation.layer_budgets(len(self.layers), prompt_len, budget, forced)
+
     def can_rescore(self) -> bool:
         return self.keys_suffice
+
+    def can_shrink(self, request: Request) -> bool:
+        """Whether `rescore` knows the request's tokens."""
+        return True
+
+    def rescore(self, at: LayerStep) -> Tensor:
+        """Scores of a request's rows at any time: fp32 [H, L]; of its chunk alone in `at`.
+
+        From what is stored where that suffices; else those of the last cut. Tokens that came later
+        and were never scored are above all others.
+        """
+        if self.can_rescore():
+            return self.score(at, 0).float()
+        found = at.gather(self.stored_score, 0)
+        found = torch.where(found == 0, torch.finfo(found.dtype).max, found)
+        return found if self.ragged is Ragged.HEAD else found[:1]
 
     def shrink(
         self, request: Request, target_tokens: int, rows: Sequence[LayerStep]
     ) -> Sequence[Keep]:
-        """A second eviction, for methods whose scores come from what is stored."""
-        if not self.can_rescore():
+        """A further cut, by `rescore`, to what the method retains under this budget."""
+        shared = self.allocation or self.own_sharing()
+        if not self.can_shrink(request):
             return ()
-        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        found: dict[int, _Pending] = {}
         for at in rows:
-            lens = at.lens(0)
-            if self.acts_on(at.layer) and max(lens) > target_tokens:
-                found = _Pending(self.score(at, 0).float(), lens, target_tokens)
-                key = (found.scores.shape, target_tokens)
-                batches.setdefault(key, []).append((request.id, at.layer, found))
+            if self.acts_on(at.layer):
+                lens = at.lens(0)
+                own = self.layer_budget(at.layer, request.prompt_len, target_tokens)
+                if shared is not None or max(lens) > own:
+                    found[at.layer] = _Pending(self.rescore(at), lens, own)
+        if shared is not None:
+            return self._share_out(request, found, shared)
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        for layer, item in found.items():
+            batches.setdefault((item.scores.shape, item.budget), []).append(
+                (request.id, layer, item)
+            )
         return self._choose(batches)
+
+    def own_sharing(self) -> Allocation | None:
+        """How rows share budgets without `allocation`, where it is not `retain` that says so."""
+        return None
 
     def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """Which slots stay: fp32 [N, H, L] and int64 [N, H] -> bool [N, H, L]."""
@@ -226,10 +327,18 @@ class EvictionMethod(Method):
         if budget is None or prompt_len <= budget:
             return Demand(total, total)
         block = self.prefill_block()
-        retained = budget + self.slack()
+        retained = self.held(prompt_len, budget, 0)
         worst = prompt_len if block is None else min(prompt_len, retained + block)
-        steady = self.mean_rows(min(total, retained + max_tokens), total)
+        steady = self.mean_rows(min(total, self.held(prompt_len, budget, max_tokens)), total)
         return Demand(max(self.mean_rows(worst, prompt_len), steady), steady)
+
+    def held(self, prompt_len: int, budget: int, grown: int, again: bool = False) -> int:
+        """Mean tokens of acting rows after a cut and `grown` tokens more; again: cut repeatedly."""
+        if self.allocation is None:
+            return budget + self.slack() + grown
+        rows = [self.model.layers[i].kv_heads for i in self.layers]
+        budgets = self._row_budgets(prompt_len, budget, self.allocation)
+        return self.allocation.held(rows, budgets, self.page_size, grown, again)
 
     def slack(self) -> int:
         """Tokens per row that page rounding may add to the budget, where rows are ragged."""
@@ -252,7 +361,7 @@ def _expand(lens: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
 class SelectionConfig(MethodConfig):
     """Knobs of every page selection."""
 
-    dense_layers: int = knob(2, "first layers of the model that read everything", low=0, high=4096)
+    dense_layers: int = knob(2, DENSE_DOC, low=0, high=4096)
     sink_pages: int = knob(1, "first pages of a row that are always read", low=0, high=4096)
     min_pages: int = knob(3, "pages read at least, whatever the budget", low=1, high=4096)
 
@@ -267,10 +376,12 @@ class SelectionMethod(Method):
 
     traits = Traits(family="selection", query_aware=True, decode_hooks=True, takes="read")
     default_budget = 1024
+    fixed_budget: int | None = None  # tokens read per row, where the request's budget is another's
+    aligned_layers: ClassVar[bool] = False  # whether a layer reads slots that another layer chose
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
-        self._seen: tuple[tuple[Chunk, ...], int | None] = ((), None)
+        self._seen: tuple[tuple[Chunk, ...], tuple[int, bool]] = ((), (0, False))
 
     def dense_layers(self) -> frozenset[int]:
         return frozenset(range(self.config.dense_layers))
@@ -290,7 +401,7 @@ class SelectionMethod(Method):
         index = ops.top_pages(
             self.score_pages(at, table),
             lens,
-            at.budgets(),
+            self.budgets(at),
             at.page_size,
             sinks=min(self.config.sink_pages, self.config.min_pages - 1),
             least=self.config.min_pages,
@@ -298,20 +409,34 @@ class SelectionMethod(Method):
         )
         return Selection(index)
 
+    def budgets(self, at: LayerStep) -> Tensor:
+        """int32 [S]: tokens that each chunk's rows read, on the device."""
+        if self.fixed_budget is None:
+            return at.budgets()
+        size = (len(at.plan.chunks),)
+        return torch.full(size, self.fixed_budget, dtype=torch.int32, device=at.q.device)
+
+    def limits(self, at: LayerStep) -> tuple[int, bool]:
+        """The largest budget of a step, and whether a row of this layer is longer than its own.
+
+        Looked up once per step if nothing is evicted, for all rows are alike then.
+        """
+        chunks = at.plan.chunks
+        if self.fixed_budget is not None:
+            longest = max((max(at.lens(i)) for i in range(len(chunks))), default=0)
+            return self.fixed_budget, longest > self.fixed_budget
+        if chunks != self._seen[0]:  # mostly the same objects: compared by identity
+            budgets = [c.request.budget or 0 for c in chunks]
+            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
+            self._seen = (chunks, (max(budgets, default=0), exceeds))
+        return self._seen[1]
+
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
-        budgets = [c.request.budget or 0 for c in plan.chunks]
+        budgets = [self.fixed_budget or c.request.budget or 0 for c in plan.chunks]
         exceeds = any(n > b for n, b in zip(lens, budgets, strict=True))
         return max(budgets) if exceeds and self.layers else None
 
     def _width(self, at: LayerStep) -> int | None:
-        """The most pages that a row of this step reads; None when all rows are read whole.
-
-        Worked out at the first layer: nothing is evicted, so all layers hold equally many tokens.
-        """
-        chunks = at.plan.chunks
-        if chunks != self._seen[0]:  # mostly the same objects: compared by identity
-            budgets = [c.request.budget or 0 for c in chunks]
-            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
-            most = max(self.config.min_pages, *(-(-b // at.page_size) for b in budgets))
-            self._seen = (chunks, most if exceeds else None)
-        return self._seen[1]
+        """The most pages that a row of this step reads; None when all rows are read whole."""
+        budget, exceeds = self.limits(at)
+        return max(self.config.min_pages, -(-budget // at.page_size)) if exceeds else None

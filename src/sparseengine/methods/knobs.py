@@ -10,6 +10,16 @@ from typing import Any, ClassVar, Self
 
 from sparseengine.errors import RequestError, nearest
 
+STAGE_KNOBS: Mapping[str, str] = {
+    "allocate": "how rows share the budget of a scored eviction: uniform, pyramid, adakv, "
+    "page_quanta",
+    "allocate_scope": "which rows share, with adakv and page_quanta: those of a layer (default) or "
+    "of the model",
+    "select": "the method that selects what decode steps read of what an eviction retained",
+    "select_tokens": "tokens per row that such a step reads",
+    "select_config": "the selecting method's own knobs",
+}
+
 
 def knob(
     default: Any,
@@ -69,7 +79,7 @@ class MethodConfig:
             values.update(cls.presets[name])
         for name in given:
             if name not in known:
-                hint = nearest(str(name), known) if known else "it takes none"
+                hint = nearest(str(name), (*known, *STAGE_KNOBS)) if known else "it takes none"
                 raise RequestError(f"{method}: unknown knob {name!r}; {hint}")
         return cls(**{**values, **given})
 

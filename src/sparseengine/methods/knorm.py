@@ -34,7 +34,7 @@ class Knorm(EvictionMethod):
     keys_suffice = True
 
     def dense_layers(self) -> frozenset[int]:
-        return frozenset(self.config.skip_layers)
+        return super().dense_layers() | frozenset(self.config.skip_layers)
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Negative norm: fp32 [Hkv, L]."""

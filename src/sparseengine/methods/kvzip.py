@@ -14,6 +14,7 @@ from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, ModelSpec, Per
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
+from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.budgets import protect, top_mask
 from sparseengine.methods.families import EvictionConfig, EvictionMethod, _Pending
 from sparseengine.methods.knobs import knob
@@ -70,6 +71,7 @@ class KVzip(EvictionMethod):
     config_class = KVzipConfig
     traits = Traits(family="eviction", sharing="chain", takes="retained", tp="reduce")
     default_ratio = 0.3
+    stored_score = _SCORE
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
@@ -82,6 +84,20 @@ class KVzip(EvictionMethod):
 
     def aux(self) -> tuple[AuxSpec, ...]:
         return (AuxSpec(name=_SCORE, per=Per.SLOT, rewritten=True),)
+
+    def own_sharing(self) -> Allocation | None:
+        """One threshold over all layers and heads is what rows that share everything do."""
+        pair = self.config.form == "pair"
+        return Allocation(kind="adakv", scope="model", floor=0.0) if pair else None
+
+    def rescore(self, at: LayerStep) -> Tensor:
+        """Scores as the runs left them; decoded tokens, which have none, are above all others."""
+        chunk = at.plan.chunks[0]
+        decoded = 0 if chunk.purpose is Purpose.REPLAY else chunk.stop - chunk.request.prompt_len
+        slot = torch.arange(max(at.lens(0)), device=at.k.device)
+        later = slot >= at.table()[1][0][:, None] - max(0, decoded)  # [G, L]
+        scores = at.gather(_SCORE, 0)
+        return torch.where(later, torch.finfo(scores.dtype).max, scores)
 
     def slack(self) -> int:
         return self.page_size - 1 if self.config.form == "pair" else 0
@@ -144,8 +160,8 @@ class KVzip(EvictionMethod):
         scores[:, first:stop] = torch.maximum(
             scores[:, first:stop], self._attention(at, i, first, stop)
         )
+        at.scatter(_SCORE, i, scores)
         if stop < length:
-            at.scatter(_SCORE, i, scores)
             return
         lens = (length,) * len(at.lens(i))
         self._pending.setdefault(request.id, {})[at.layer] = _Pending(scores, lens, budget)
@@ -181,7 +197,7 @@ class KVzip(EvictionMethod):
                 self._ran[chunk.request.id] = self._ran.get(chunk.request.id, 0) + 1
                 if chunk.request.id in self._pending:
                     del self._ran[chunk.request.id]
-        if self.config.form == "uniform":
+        if self.config.form == "uniform" or self.allocation is not None:
             return super().evict(plan)
         keeps: list[Keep] = []
         for chunk in plan.chunks:

@@ -67,6 +67,7 @@ class OmniKV(TokenSelection):
     config_class = OmniKVConfig
     traits = replace(TokenSelection.traits, tp="reduce")
     default_budget = 2048
+    aligned_layers = True
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         filters = _filters(config, model, self.traits.kinds)
@@ -100,7 +101,7 @@ class OmniKV(TokenSelection):
     def choose(self, at: LayerStep, width: int) -> Selection:
         """The tokens of largest q.k over all heads, one list for all: index [S, 1, K]."""
         scores = at.logits().amax(1, keepdim=True)  # [S, 1, L]
-        budgets, lens = at.budgets(), at.packed()[1][:, :1]
+        budgets, lens = self.budgets(at), at.packed()[1][:, :1]
         recent = (budgets // 2).clamp(max=self.config.recent)[:, None]
         sinks = (budgets // 4).clamp(max=self.config.sink)
         return self._best(at, scores, (lens - recent)[..., None], sinks, width)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sparseengine.core.plan import Demand
-from sparseengine.methods.budgets import largest_remainder
+from sparseengine.methods.budgets import exact_pyramid, is_flat_pyramid, pyramid_ends
 from sparseengine.methods.knobs import knob
 from sparseengine.methods.snapkv import SnapKV, SnapKVConfig
 
@@ -82,40 +82,15 @@ class PyramidKV(SnapKV):
         return Demand(max(prompt_len, steady), steady)
 
 
-def _ends(length: int, window: int, spare: int, beta: int) -> tuple[int, int]:
-    """Share of the first and of the last layer when the mean share is `spare` tokens."""
-    least = spare // beta
-    most = 2 * spare - least
-    if most >= length - window:
-        most = length - window
-        least = 2 * spare - most
-    return most, least
-
-
-def _is_uniform(layers: int, length: int, spare: int) -> bool:
-    return layers < 2 or spare <= 0 or length < 2 * spare
-
-
-@lru_cache(maxsize=4096)
-def exact_pyramid(layers: int, length: int, budget: int, window: int, beta: int) -> tuple[int, ...]:
-    """Budgets per layer, never increasing, that sum to layers * budget."""
-    spare = budget - window
-    if _is_uniform(layers, length, spare):
-        return (budget,) * layers
-    most, least = _ends(length, window, spare, beta)
-    shares = [most * (layers - 1) - i * (most - least) for i in range(layers)]
-    return tuple(n + window for n in largest_remainder(shares, layers * spare))
-
-
 @lru_cache(maxsize=4096)
 def stepped_pyramid(
     layers: int, length: int, budget: int, window: int, beta: int
 ) -> tuple[int, ...]:
     """Budgets per layer in integer steps, as the authors have them."""
     spare = budget - window
-    if _is_uniform(layers, length, spare):
+    if is_flat_pyramid(layers, length, spare):
         return (budget,) * layers
-    most, least = _ends(length, window, spare, beta)
+    most, least = pyramid_ends(length, window, spare, beta)
     step = (most - least) // (layers - 1)
     return tuple(most - i * step + window for i in range(layers))
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import max_pool1d, normalize, pad
+from torch.nn.functional import max_pool1d, normalize
 
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import AuxSpec, Per
@@ -95,24 +95,28 @@ class RKV(BurstEviction):
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Weighted importance minus redundancy: fp32 [Hkv, L], zero in the window."""
-        lens = at.lens(chunk)
-        assert len(set(lens)) == 1, f"heads of one layer hold {lens} tokens"
-        before = lens[0] - self.config.window
-        if before <= 0:  # the budget is within the window: the newest stay
-            return torch.zeros(at.spec.kv_heads, lens[0], device=at.k.device)
-        redundancy = self._redundancy(content_keys(at, chunk))[:, :before]
-        weight = self.config.importance
-        score = weight * self._importance(at, chunk, before) - (1 - weight) * redundancy
-        return pad(score, (0, self.config.window))
+        lens, heads = at.lens(chunk), at.spec.kv_heads
+        lens = lens * heads if len(lens) == 1 else lens
+        keys, content = at.gather("keys", chunk), content_keys(at, chunk)
+        score = torch.zeros(heads, max(lens), device=keys.device, dtype=content.dtype)
+        for length in set(lens):  # one, unless heads share a budget
+            before = length - self.config.window
+            if before <= 0:  # the budget is within the window: the newest stay
+                continue
+            some = [h for h in range(heads) if lens[h] == length]
+            redundancy = self._redundancy(content[some, :length])[:, :before]
+            importance = self._importance(at, chunk, keys[some, :before], some)
+            weight = self.config.importance
+            score[some, :before] = weight * importance - (1 - weight) * redundancy
+        return score
 
-    def _importance(self, at: LayerStep, chunk: int, before: int) -> Tensor:
-        """Pooled mean attention of the window's queries on the tokens before it: [Hkv, before]."""
+    def _importance(self, at: LayerStep, chunk: int, keys: Tensor, heads: list[int]) -> Tensor:
+        """Pooled mean attention of the window's queries on older keys [H, L, D] of some heads."""
         seen = min(self.config.window, at.plan.chunks[chunk].stop)
-        keys = at.gather("keys", chunk)[:, :before]
         keys = keys if keys.element_size() == 8 else keys.float()
         mean = keys.new_zeros(keys.shape[:2])
         for query in at.request_aux(self._ring, chunk)[-seen:].to(keys.dtype):  # one at a time
-            grouped = query.view(at.spec.kv_heads, -1, query.shape[-1])  # [Hkv, g, D]
+            grouped = query.view(at.spec.kv_heads, -1, query.shape[-1])[heads]  # [H, g, D]
             logits = grouped @ keys.mT * at.spec.softmax_scale
             if at.spec.softcap:
                 logits = at.spec.softcap * torch.tanh(logits / at.spec.softcap)

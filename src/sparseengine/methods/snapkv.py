@@ -15,7 +15,7 @@ from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.specs import AuxSpec, Per
 from sparseengine.errors import RequestError
 from sparseengine.methods.budgets import split_protected
-from sparseengine.methods.families import EvictionMethod
+from sparseengine.methods.families import DENSE_DOC, EvictionMethod
 from sparseengine.methods.knobs import MethodConfig, knob
 
 
@@ -23,6 +23,7 @@ from sparseengine.methods.knobs import MethodConfig, knob
 class SnapKVConfig(MethodConfig):
     """Knobs of SnapKV."""
 
+    dense_layers: int = knob(0, DENSE_DOC, low=0, high=4096)
     window: int = knob(32, "observation window: last queries of the prompt", low=1, high=1024)
     kernel: int = knob(7, "width of the pooling over positions; odd, 1 is none", low=1, high=1023)
     pooling: str = knob("max", "how neighbours are pooled", choices=("max", "avg"))

@@ -36,14 +36,10 @@ class TokenSelection(SelectionMethod):
         scores = torch.where(slot >= recent, newer.to(scores.dtype), scores)
         scores = torch.where(slot < sinks[:, None, None], float("inf"), scores)
         width = min(width, scores.shape[2])
-        index = ops.top_pages(scores, lens, at.budgets(), 1, sinks=0, least=1, width=width)
+        index = ops.top_pages(scores, lens, self.budgets(at), 1, sinks=0, least=1, width=width)
         return Selection(index, "slot")
 
     def _width(self, at: LayerStep) -> int | None:
         """The most tokens that a row of this step reads; None when all rows are read whole."""
-        chunks = at.plan.chunks
-        if chunks != self._seen[0]:
-            budgets = [c.request.budget or 0 for c in chunks]
-            exceeds = any(max(at.lens(i)) > b for i, b in enumerate(budgets))
-            self._seen = (chunks, max(1, *budgets) if exceeds else None)
-        return self._seen[1]
+        budget, exceeds = self.limits(at)
+        return max(1, budget) if exceeds else None

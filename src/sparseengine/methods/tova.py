@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.plan import Demand, Purpose, StepPlan
 from sparseengine.core.specs import Ragged
+from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.families import EvictionConfig, EvictionMethod
 from sparseengine.methods.knobs import knob
 
@@ -79,6 +80,11 @@ class TOVA(EvictionMethod):
             budget = chunk.request.budget
             if budget is not None and max(at.lens(i)) >= budget + self.config.burst:
                 self.note(at, i, budget)
+
+    def why_not(self, allocation: Allocation) -> str | None:
+        if self.config.burst and allocation.kind != "uniform":
+            return "it cuts the rows of each layer by themselves while decoding; set burst=0"
+        return super().why_not(allocation)
 
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
         if not self.config.burst:
