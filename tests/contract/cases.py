@@ -42,6 +42,10 @@ CASES = {
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
+    "skipkv": Case(
+        "skipkv",
+        {"window": 4, "kernel": 3, "interval": 3, "segment": 4, "likeness": 0.2, "sentences": 6},
+    ),
     "h2o": Case("h2o", {"interval": 3}),
     "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
     "kvzip": Case("kvzip", {"chunk": 8, "lead": 2, "sink": 2, "recent": 4}),

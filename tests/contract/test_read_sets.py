@@ -90,6 +90,11 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
     ),
     "rkv": ("rkv", {}, lambda q, k, b: oracles.rkv(q, k, b, len(k))),
+    "skipkv": (  # nothing was said, so none of it again; tests/unit/test_methods_skipkv.py
+        "skipkv",
+        {"importance": 0.07},
+        lambda q, k, b: oracles.rkv(q, k, b, len(k)),
+    ),
     "h2o": ("h2o", {}, lambda q, k, b: oracles.h2o(q, k, b, len(k))),
     "tova_prompt": (  # its decode steps: tests/unit/test_methods_tova.py
         "tova",

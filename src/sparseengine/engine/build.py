@@ -25,6 +25,7 @@ from sparseengine.engine.model import Model
 from sparseengine.engine.profile import Needs, make_graphs, profile, uses_graphs
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
+from sparseengine.engine.words import Words
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model
 from sparseengine.nn.linear import make_deterministic
@@ -56,7 +57,12 @@ def build_engine(resolved: Resolved) -> Built:
     model: Model = cast(Model, network)
     backends = make_backends(resolved)
     methods = MethodTable(
-        spec, resolved.methods, resolved.groups, resolved.sparse, resolved.dense_prefill
+        spec,
+        resolved.methods,
+        resolved.groups,
+        resolved.sparse,
+        resolved.dense_prefill,
+        None if tokenizer is None else Words(tokenizer, spec.vocab_size),
     )
     methods.resolve(methods.default, resolved.max_model_len)
     needs, measured = Needs(estimated_activations(resolved), 0), False

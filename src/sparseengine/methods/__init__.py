@@ -26,6 +26,7 @@ METHODS = Registry(
         "snapkv": "sparseengine.methods.snapkv:SnapKV",
         "pyramidkv": "sparseengine.methods.pyramidkv:PyramidKV",
         "rkv": "sparseengine.methods.rkv:RKV",
+        "skipkv": "sparseengine.methods.skipkv:SkipKV",
         "h2o": "sparseengine.methods.h2o:H2O",
         "tova": "sparseengine.methods.tova:TOVA",
         "adakv": "sparseengine.methods.adakv:AdaKV",
