@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -15,12 +16,20 @@ from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
 from sparseengine.methods.budgets import largest_remainder, protect, top_mask
 from sparseengine.methods.families import EvictionMethod
-from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.knobs import MethodConfig, knob, unknown_preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaKVConfig(MethodConfig):
     """Knobs of AdaKV; every other knob is passed to the scorer."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"alpha": 0.2, "form": "share"},
+            "kvpress": {"alpha": 0.2, "form": "floor"},
+            "readme": {"alpha": 0.5, "form": "share"},
+        }
+    )
 
     scorer: str = knob("snapkv", "the eviction method that scores, by name")
     alpha: float = knob(0.2, "part of the budget that every head keeps", low=0.0, high=1.0)
@@ -37,6 +46,13 @@ class AdaKVConfig(MethodConfig):
         own = {k: v for k, v in knobs.items() if k in cls.knob_names()}
         rest = {k: v for k, v in knobs.items() if k not in own}
         scorer = _scorer_class(own.get("scorer", "snapkv"))
+        preset, inner_presets = rest.get("preset"), scorer.config_class.presets
+        if preset in cls.presets:  # of the allocation, and of the scorer if it has it, too
+            own = {**cls.presets[preset], **own}
+            rest = {k: v for k, v in rest.items() if k != "preset" or preset in inner_presets}
+        elif "preset" in rest and preset not in inner_presets:
+            known = {*cls.presets, *inner_presets}
+            raise RequestError(f"{method}: {unknown_preset(preset, known)}")
         inner = scorer.config_class.from_knobs(f"{method} with scorer={scorer.name}", rest)
         return cls(**own, scorer_config=inner)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ _BLOCK = 2048  # keys scored at once, which bounds scratch memory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttentionConfig(EvictionConfig):
     """Knobs of Expected Attention."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"epsilon": 0.01},
+            "kvpress": {"epsilon": 0.01},
+        }
+    )
 
     sink: int = knob(
         4,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ _LEAST_CHUNK = 64  # tokens repeated at once, however near the model's longest t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVzipConfig(EvictionConfig):
     """Knobs of KVzip."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"sink": 0, "recent": 0, "chunk": 2000, "lead": 8, "form": "pair"},
+            "kvpress": {"sink": 4, "recent": 0, "chunk": 2048, "lead": 8, "form": "pair"},
+        }
+    )
 
     recent: int = knob(8, "newest tokens that are always retained", low=0, high=1 << 20)
     chunk: int = knob(2000, "tokens of the prompt that are repeated at once", low=1, high=1 << 20)

@@ -52,7 +52,9 @@ class SkipKVConfig(RKVConfig):
     )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {"paper": {"importance": 0.91, "penalty": 1.0, "likeness": 0.95, "sentences": 256}}
+        {
+            "paper": {"importance": 0.91, "penalty": 1.0, "likeness": 0.95, "sentences": 256},
+        }
     )
 
     def __post_init__(self) -> None:
