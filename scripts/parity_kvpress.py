@@ -1,4 +1,4 @@
-"""Compare what our methods keep with what kvpress 0.5.5 keeps; writes docs/results/parity-kvpress.md.
+"""Compare what our methods keep with what kvpress 0.5.5 keeps: docs/results/parity-kvpress.md.
 
 kvpress needs transformers < 5.3, so run this with an environment of its own:
 
@@ -154,7 +154,7 @@ def ours(folder: str, pair: Pair, budget: int, tokens: Tensor) -> Side:
             keeps = evict(plan)
             for one in keeps:
                 for layer in range(LAYERS) if one.layer is None else (one.layer,):
-                    rows = torch.stack([m for m in one.masks])
+                    rows = torch.stack(list(one.masks))
                     side.kept.setdefault(layer, rows.expand(KV_HEADS, -1).clone())
             return keeps
 
@@ -225,8 +225,8 @@ def table(folder: str) -> list[str]:
 HEAD = f"""# Parity with kvpress
 
 What our methods keep under `preset="kvpress"`, next to what the presses of kvpress 0.5.5 keep, on a
-random llama ({LAYERS} layers, 8 query and {KV_HEADS} KV heads, fp32) and a prompt of {LENGTH} random
-tokens. *agreement* is the share of kept slots that both sides keep, over all layers and KV heads;
+random llama ({LAYERS} layers, 8 query and {KV_HEADS} KV heads, fp32) and {LENGTH} random tokens.
+*agreement* is the share of kept slots that both sides keep, over all layers and KV heads;
 *score* the largest difference of two scores over the largest score, protected slots left out;
 *spread* how far apart the scores are of slots that one side alone keeps, over the largest score.
 

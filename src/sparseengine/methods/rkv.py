@@ -66,8 +66,8 @@ class RKV(BurstEviction):
     The budget counts everything retained. Costs: L * L * head_dim per cut and KV head, in tiles of
     bounded memory, so a budget near `interval` is cheap per step; the queries of the window are
     stored once per request. Deviations: cuts follow the row's length rather than the number of
-    steps; of a latent's keys only the content channels are compared. Of preset "sparse-vllm", the one
-    index for all heads is not reproduced.
+    steps; of a latent's keys only the content channels are compared. Preset "sparse-vllm"
+    has no one index for all heads.
     """
 
     name = "rkv"

@@ -50,8 +50,8 @@ class SnapKV(EvictionMethod):
     One choice per KV head: fp32 softmax over all keys, mean over the window's queries, pooling over
     positions before the window, then the mean over the head's query group. Deviations: the authors
     choose per query head (storing K and V repeated); sinks are forced; the queries are kept in a
-    ring, so that the last chunk may be shorter than the window. Of preset "sparse-vllm", the one index
-    for all heads of a layer and its softmax over candidates are not reproduced.
+    ring, so that the last chunk may be shorter than the window. Preset "sparse-vllm" has
+    neither one index for all heads of a layer nor a softmax over candidates alone.
     """
 
     name = "snapkv"
