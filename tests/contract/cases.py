@@ -43,11 +43,20 @@ CASES = {
     "adakv_keydiff": Case(
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
+    "adakv_model": Case(
+        "adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
+    ),
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
+    "skipkv": Case(
+        "skipkv",
+        {"window": 4, "kernel": 3, "interval": 3, "segment": 4, "likeness": 0.2, "sentences": 6},
+    ),
     "h2o": Case("h2o", {"interval": 3}),
     "h2o_blocks": Case("h2o", {"interval": 2, "block_tokens": 20, "sink": 2, "average": True}),
     "kvzip": Case("kvzip", {"chunk": 8, "lead": 2, "sink": 2, "recent": 4}),
     "kvzip_uniform": Case("kvzip", {"chunk": 8, "lead": 2, "prefix": (3,), "form": "uniform"}),
+    "kvzip_heads": Case("kvzip", {"chunk": 8, "lead": 2, "form": "head", "sink": 2, "recent": 4}),
+    "kvzip_layers": Case("kvzip", {"chunk": 8, "lead": 2, "form": "layer", "sink": 2, "recent": 4}),
     "quest": Case("quest", {"dense_layers": 0}),
     "infllm": Case("infllm", {"dense_layers": 0, "sink_pages": 1, "min_pages": 3}),
     "infllm_representatives": Case(

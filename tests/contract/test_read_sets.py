@@ -14,7 +14,11 @@ from contract import oracles
 from contract.cases import CASES
 from contract.driver import PAGE, make
 from contract.reads import Driven, drive, random_layer, spec_of
+from contract.toy import toy_spec
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
+from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
+from sparseengine.methods.families import EvictionMethod, _Pending
 
 HEADS = [(8, 2), (4, 2), (4, 1)]
 CHUNKINGS = {"whole": None, "sevens": 7, "one_at_the_end": -1}
@@ -90,6 +94,11 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
     ),
     "rkv": ("rkv", {}, lambda q, k, b: oracles.rkv(q, k, b, len(k))),
+    "skipkv": (  # nothing was said, so none of it again; tests/unit/test_methods_skipkv.py
+        "skipkv",
+        {"importance": 0.07},
+        lambda q, k, b: oracles.rkv(q, k, b, len(k)),
+    ),
     "h2o": ("h2o", {}, lambda q, k, b: oracles.h2o(q, k, b, len(k))),
     "tova_prompt": (  # its decode steps: tests/unit/test_methods_tova.py
         "tova",
@@ -321,6 +330,25 @@ def test_adakv_floor_protects_heads_that_would_get_nothing(alpha: float) -> None
     expected = oracles.adakv(scores, budget, alpha, 1, 2)
     assert got.reads[-1] == [[*row, length] for row in expected]
     assert len(expected[0]) == max(3, int(alpha * budget))
+
+
+def test_adakv_over_the_model_shares_all_budgets_out() -> None:
+    """Three layers of one budget: one threshold over their heads, each head's floor is safe."""
+    length, budget = 40, 15
+    rng = torch.Generator().manual_seed(4)
+    scores = torch.rand(3, 2, length, generator=rng) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
+    knobs = {"scorer": "knorm", "skip_layers": (), "sink": 2, "recent": 3, "scope": "model"}
+    method = make(toy_spec("fff"), "adakv", **knobs)
+    assert isinstance(method, EvictionMethod)
+    method._pending[0] = {i: _Pending(scores[i], (length,) * 2, budget) for i in range(3)}
+    request = Request(0, list(range(length)), length, 4, budget=budget)
+    keeps = method.evict(StepPlan((Chunk(request, (0,), 39, Purpose.PREFILL, True),)))
+    got = [m.nonzero().flatten().tolist() for k in keeps for m in k.masks]
+    assert got == oracles.adakv(scores.flatten(0, 1).tolist(), budget, 0.2, 2, 3)
+    assert sum(map(len, got)) == 6 * budget
+    assert sum(map(len, got[:2])) < 2 * budget < sum(map(len, got[4:]))
+    with pytest.raises(RequestError, match="scope='model'"):
+        make(toy_spec("fff"), "adakv", scope="model", form="share")
 
 
 def test_adakv_with_full_floor_is_uniform() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparseengine.cli.methods import detail
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SparseParams
 from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec, Ragged
@@ -81,6 +82,28 @@ def test_knobs_from_json_become_what_the_config_holds() -> None:
     assert method.config.skip_layers == (3,)
     assert method.config.recent == 7
     assert make_method("adakv", {"alpha": 1}, FOUR).config.alpha == 1.0
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+def test_every_preset_of_every_method_is_shown_and_can_be_had(name: str) -> None:
+    (row,) = [r for r in describe_methods() if r["name"] == name]
+    presets = METHODS.get(name).config_class.presets
+    assert row["presets"] == {k: dict(v) for k, v in presets.items()}
+    for preset, knobs in presets.items():
+        config = METHODS.get(name).config_class.from_knobs(name, {"preset": preset})
+        assert {k: getattr(config, k) for k in knobs} == dict(knobs)
+        assert preset in detail(row)
+    with pytest.raises(RequestError, match="unknown preset 'papers'") as error:
+        make_method(name, {"preset": "papers"}, FOUR)
+    assert all(repr(preset) in str(error.value) for preset in presets)
+
+
+def test_presets_of_adakv_are_its_own_and_its_scorers() -> None:
+    config = make_method("adakv", {"preset": "kvpress", "alpha": 0.5}, FOUR).config
+    assert (config.alpha, config.form) == (0.5, "floor")
+    assert (config.scorer_config.window, config.scorer_config.sink) == (64, 0)
+    config = make_method("adakv", {"preset": "longbench"}, FOUR).config
+    assert (config.alpha, config.scorer_config.kernel) == (0.2, 7)
 
 
 def test_presets_load_published_settings_and_knobs_win() -> None:

@@ -151,7 +151,7 @@ def test_one_threshold_over_layers_and_heads_breaks_ties_by_position() -> None:
     scores = [torch.randint(0, 5, (2, length), generator=rng) / 4 for _ in range(3)]
     for budget in (1, 3, 7, 16, 29):
         items = [(la, _Pending(s, (length,) * 2, budget)) for la, s in enumerate(scores)]
-        keeps = method._pair(9, items)
+        keeps = method._together(9, items)
         must = oracles.forced(length, budget, 1, 2)
         ranked = [
             2.0 if j in must else float(scores[la][h, j])
@@ -225,3 +225,58 @@ def test_a_run_longer_than_a_step_has_one_of_its_own() -> None:
     found = drain(engine)
     assert found["0"] == [solo("wf", "kvzip", tokens, 7, 20, **knobs)]
     assert found["1"] == [solo("wf", "kvzip", prompt(33), 7, 20, **knobs)]
+
+
+class Speaks:
+    """A vocabulary in which every character is a token."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(30 + ord(c) % 30 for c in text)
+
+    def ending_in(self, marks: Sequence[str]) -> frozenset[int]:
+        return frozenset()
+
+    def answer_header(self) -> tuple[int, ...]:
+        return (60, 59)
+
+
+def test_words_ask_for_each_repetition_and_the_answer_begins_behind_them() -> None:
+    method, words = method_on(toy_spec("ff")), Speaks()
+    method.read(words)
+    whole = words.encode("\n\nRepeat the previous context exactly.")
+    part = words.encode("\n\nRepeat the part of the previous context exactly, starting with ")
+    assert method.replay(request_of(21, 20)) == (
+        (*whole, 60, 59, *range(1, 9)),
+        (*part, 7, 8, 60, 59, *range(9, 17)),
+        (*part, 15, 16, 60, 59, *range(17, 22)),
+    )
+    longest = max(map(len, method.replay(request_of(48, 20))))
+    assert method.demand(48, 8, 20).peak_tokens == 48 + longest
+    for knobs in ({"words": False}, {"prefix": (5,)}):
+        silent = method_on(toy_spec("ff"), **knobs)
+        silent.read(words)
+        assert silent.replay(request_of(21, 20))[0] == (*knobs.get("prefix", ()), *range(1, 9))
+
+
+@pytest.mark.parametrize("form", ["layer", "head"])
+@pytest.mark.parametrize("budget", [7, 12, 20, 33, 44])
+def test_layers_and_heads_are_chosen_as_the_definition_says(form: str, budget: int) -> None:
+    """Scores that both forms see are given; the choice is compared with one by sorting."""
+    rng = torch.Generator().manual_seed(budget)
+    scores = torch.rand(3, 2, 45, generator=rng)
+    method = method_on(toy_spec("fff"), form=form)
+    method._pending[0] = {i: _Pending(scores[i], (45, 45), budget) for i in range(3)}
+    request = request_of(45, budget)
+    keeps = method.evict(StepPlan((replay_chunk(request, (1,)),)))
+    got = {k.layer: [m.nonzero().flatten().tolist() for m in k.masks] for k in keeps}
+    must = oracles.forced(45, budget, 2, 4)
+    if form == "layer":
+        expected = {i: oracles.adakv(scores[i].tolist(), budget, 0.0, 2, 4) for i in range(3)}
+    else:
+        rows = scores.flatten(0, 1).tolist()
+        top = [max(x for j, x in enumerate(row) if j not in must) for row in rows]
+        whole = oracles.best(top, 6 * (budget - len(must)) // (45 - len(must)))
+        kept = [list(range(45)) if r in whole else sorted(must) for r in range(6)]
+        expected = {i: kept[2 * i : 2 * i + 2] for i in range(3)}
+        assert sum(map(len, kept)) <= 6 * budget
+    assert got == expected

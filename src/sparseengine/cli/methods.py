@@ -78,7 +78,14 @@ def detail(row: Mapping[str, Any]) -> str:
     lines += [f"  {name}: {value}" for name, value in row["traits"].items()]
     if row["knobs"]:
         lines += ["", table(row["knobs"], ["name", "default", "doc"])]
+    if row.get("presets"):
+        lines += ["", 'presets, for preset="name"']
+        lines += [f"  {name}: {_shown(knobs)}" for name, knobs in row["presets"].items()]
     return "\n".join(lines)
+
+
+def _shown(knobs: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in knobs.items())
 
 
 COMMAND = Methods()

@@ -22,6 +22,8 @@ class Traits:
     sharing: what a finished row may become ("radix": intact pages; "chain": one owner's).
     decode_hooks: select or evict act during decode, so a preempted request must re-run its
       generated tokens one by one to end where it was; else they are re-run as one chunk.
+    reads_tokens: hooks look at `Request.tokens` while decoding, so that a step is booked before the
+      next one is planned.
     takes: what `budget` means: tokens retained, tokens read, or nothing.
     kinds: the layer kinds it can act on; layers of other kinds stay dense.
     """
@@ -35,6 +37,7 @@ class Traits:
     scores: Literal["mass", "logit_max"] | None = None
     needs: frozenset[Literal["hidden", "pre_rope"]] = frozenset()
     decode_hooks: bool = False
+    reads_tokens: bool = False
     takes: Literal["retained", "read", "none"] = "none"
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL, LayerKind.LATENT})
 
@@ -162,6 +165,22 @@ class LayerStep(Protocol):
         ...
 
 
+class Vocabulary(Protocol):
+    """What a method may ask of the model's tokenizer."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without special tokens around it."""
+        ...
+
+    def ending_in(self, marks: Sequence[str]) -> frozenset[int]:
+        """Ids of all tokens whose text ends in one of the marks."""
+        ...
+
+    def answer_header(self) -> tuple[int, ...]:
+        """What the chat template puts between a message and its answer; () without a template."""
+        ...
+
+
 class SparseMethod:
     """Lifecycle of one sparse method. Every hook has a default; most override one to three.
 
@@ -178,6 +197,9 @@ class SparseMethod:
     def __init__(self, config: Any, model: ModelSpec) -> None:
         self.config = config
         self.model = model
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        """Host, once, before any request: what words the method needs, of a model that has any."""
 
     def cache_plan(self) -> tuple[CacheGroup, ...]:
         """The storage this method needs. Engines merge the plans of all enabled methods."""

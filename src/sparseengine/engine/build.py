@@ -25,6 +25,7 @@ from sparseengine.engine.model import Model
 from sparseengine.engine.profile import Needs, make_graphs, profile, uses_graphs
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
+from sparseengine.engine.words import Words
 from sparseengine.errors import ConfigError
 from sparseengine.models import load_model
 from sparseengine.nn.linear import make_deterministic
@@ -55,9 +56,7 @@ def build_engine(resolved: Resolved) -> Built:
         make_deterministic(network)
     model: Model = cast(Model, network)
     backends = make_backends(resolved)
-    methods = MethodTable(
-        spec, resolved.methods, resolved.groups, resolved.sparse, resolved.dense_prefill
-    )
+    methods = make_table(resolved, tokenizer)
     methods.resolve(methods.default, resolved.max_model_len)
     needs, measured = Needs(estimated_activations(resolved), 0), False
     if resolved.device.type == "cuda":
@@ -102,6 +101,19 @@ def build_engine(resolved: Resolved) -> Built:
         output_tokens=max(1, min(_SHOWN_OUTPUT_TOKENS, resolved.max_model_len // 4)),
     )
     return Built(engine, tokenizer, table)
+
+
+def make_table(resolved: Resolved, tokenizer: Any) -> MethodTable:
+    """The enabled methods, before any instance."""
+    spec = resolved.spec
+    return MethodTable(
+        spec,
+        resolved.methods,
+        resolved.groups,
+        resolved.sparse,
+        resolved.dense_prefill,
+        None if tokenizer is None else Words(tokenizer, spec.vocab_size),
+    )
 
 
 def make_backends(resolved: Resolved) -> tuple[AttentionBackend, ...]:

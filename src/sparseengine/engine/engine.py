@@ -93,7 +93,10 @@ class Engine:
         if self.scheduler.quarantine.is_active:  # one step at a time shows who fails
             return False
         return not any(
-            c.forks or c.request.sparse.record or self.runner.sampler.needs_last(c.request)
+            c.forks
+            or c.request.sparse.record
+            or self.runner.sampler.needs_last(c.request)
+            or self.controller.methods[c.request.method].traits.reads_tokens
             for c in pending.plan.chunks
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-from sparseengine.core.method import SparseMethod
+from sparseengine.core.method import SparseMethod, Vocabulary
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
 from sparseengine.core.prefill import PrefillPattern
@@ -27,6 +27,7 @@ class MethodTable:
     `instances` is the mapping that the controller and the scheduler read; it grows while the engine
     runs. The storage was planned at start-up, so knobs that need other storage are refused.
     `patterns` is the same for prefill patterns; dense: why prompts cannot have one, if they cannot.
+    vocabulary: what methods learn words from; None for a model without a tokenizer.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class MethodTable:
         groups: tuple[CacheGroup, ...],
         default: SparseParams | None = None,
         dense: str | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         self.model = model
+        self.vocabulary = vocabulary
         self.patterns: dict[str, PrefillPattern] = {}
         self._dense = dense
         self.enabled = tuple(METHODS.canonical(name) for name in enabled)
@@ -61,6 +64,8 @@ class MethodTable:
         if key not in self.instances:
             method = make_method(name, sparse.knobs, self.model, page_size=self._page_size)
             check_storage(method, self.groups)
+            if self.vocabulary is not None:
+                method.read(self.vocabulary)
             self.instances[key] = method
         budget = resolve_budget(self.instances[key], sparse, prompt_len)
         return key, budget

@@ -26,6 +26,7 @@ METHODS = Registry(
         "snapkv": "sparseengine.methods.snapkv:SnapKV",
         "pyramidkv": "sparseengine.methods.pyramidkv:PyramidKV",
         "rkv": "sparseengine.methods.rkv:RKV",
+        "skipkv": "sparseengine.methods.skipkv:SkipKV",
         "h2o": "sparseengine.methods.h2o:H2O",
         "tova": "sparseengine.methods.tova:TOVA",
         "adakv": "sparseengine.methods.adakv:AdaKV",
@@ -165,7 +166,7 @@ def describe_methods() -> list[dict[str, Any]]:
     """Every registered method as JSON-ready data, from code alone.
 
     Keys: name, aliases, summary, family, takes, default (what a request gets that gives no budget),
-    traits, knobs (name, type, default, doc, allowed).
+    traits, knobs (name, type, default, doc, allowed), presets (name -> knob values).
     """
     return [_describe(name) for name in METHODS]
 
@@ -190,6 +191,7 @@ def _describe(name: str) -> dict[str, Any]:
         "default": default,
         "traits": traits,
         "knobs": method_class.config_class.describe(),
+        "presets": {k: dict(v) for k, v in sorted(method_class.config_class.presets.items())},
     }
 
 

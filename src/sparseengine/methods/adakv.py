@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from sparseengine.cache.tensors import upload
 from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec
+from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
 from sparseengine.methods.allocate import share_tokens
 from sparseengine.methods.budgets import largest_remainder, protect, top_mask
-from sparseengine.methods.families import EvictionMethod
-from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.families import EvictionMethod, _expand, _Pending
+from sparseengine.methods.knobs import MethodConfig, knob, unknown_preset
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaKVConfig(MethodConfig):
     """Knobs of AdaKV; every other knob is passed to the scorer."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"alpha": 0.2, "form": "share"},
+            "kvpress": {"alpha": 0.2, "form": "floor"},
+            "readme": {"alpha": 0.5, "form": "share"},
+        }
+    )
 
     scorer: str = knob("snapkv", "the eviction method that scores, by name")
     alpha: float = knob(0.2, "part of the budget that every head keeps", low=0.0, high=1.0)
@@ -31,13 +45,33 @@ class AdaKVConfig(MethodConfig):
         "share: head budgets are (1 - alpha) * its part of the layer's best + alpha * budget",
         choices=("floor", "share"),
     )
+    scope: str = knob(
+        "layer",
+        "layer: heads of a layer share its budget; model: heads of all layers share all budgets",
+        choices=("layer", "model"),
+    )
     scorer_config: Any = field(default=None)
+
+    def __post_init__(self) -> None:
+        MethodConfig.__post_init__(self)
+        if self.scope == "model" and self.form == "share":
+            raise RequestError(
+                "sparse knob scope='model' is not allowed with form='share', whose parts are those "
+                "of a layer; use form='floor'"
+            )
 
     @classmethod
     def from_knobs(cls, method: str, knobs: Mapping[str, Any]) -> Self:
         own = {k: v for k, v in knobs.items() if k in cls.knob_names()}
         rest = {k: v for k, v in knobs.items() if k not in own}
         scorer = _scorer_class(own.get("scorer", "snapkv"))
+        preset, inner_presets = rest.get("preset"), scorer.config_class.presets
+        if preset in cls.presets:  # of the allocation, and of the scorer if it has it, too
+            own = {**cls.presets[preset], **own}
+            rest = {k: v for k, v in rest.items() if k != "preset" or preset in inner_presets}
+        elif "preset" in rest and preset not in inner_presets:
+            known = {*cls.presets, *inner_presets}
+            raise RequestError(f"{method}: {unknown_preset(preset, known)}")
         inner = scorer.config_class.from_knobs(f"{method} with scorer={scorer.name}", rest)
         return cls(**own, scorer_config=inner)
 
@@ -46,7 +80,9 @@ class AdaKV(EvictionMethod):
     """Shares a layer's budget (kv_heads * budget tokens) out over its KV heads by score.
 
     arXiv:2407.11550, in kvpress' form by default; wraps any eviction method that scores. The total
-    is exact, so the mean row has `budget` tokens; rows of a layer differ in length. Deviations:
+    is exact, so the mean row has `budget` tokens; rows of a layer differ in length. With
+    scope="model" the heads of all layers share one threshold (of those that store the same
+    dimensions), and layers differ, too. Deviations:
     largest remainders in the `share` form (the authors' rounding misses the total); ties go to the
     smaller position, then to the smaller head. Tensor parallelism would need the scores of all
     heads of a layer. `query_aware` is stated for the default scorer.
@@ -92,6 +128,36 @@ class AdaKV(EvictionMethod):
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         return self.scorer.score(at, chunk).expand(at.spec.kv_heads, -1)
+
+    def evict(self, plan: StepPlan) -> Sequence[Keep]:
+        if self.config.scope == "layer":
+            return super().evict(plan)
+        keeps: list[Keep] = []
+        for chunk in plan.chunks:
+            alike: dict[object, list[tuple[int, _Pending]]] = {}
+            for layer, found in self._pending.pop(chunk.request.id, {}).items():
+                dims = self.model.layers[layer].stored_dims
+                alike.setdefault((found.scores.shape[0], dims), []).append((layer, found))
+            for items in alike.values():
+                keeps.extend(self._over_layers(chunk.request.id, items))
+        return keeps
+
+    def _over_layers(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
+        """All heads of some layers as if they were those of one; rows may differ in length."""
+        heads = items[0][1].scores.shape[0]
+        longest = max(found.scores.shape[1] for _, found in items)
+        scores = [pad(f.scores, (0, longest - f.scores.shape[1])) for _, f in items]
+        lens = [n for _, f in items for n in _expand(f.lens, heads)]
+        lengths = upload(np.array([lens], np.int64), scores[0].device)
+        (mask,) = self.retain(torch.cat(scores)[None], lengths, items[0][1].budget)
+        return [
+            Keep(
+                request,
+                layer,
+                tuple(mask[r, : lens[r]] for r in range(i * heads, i * heads + heads)),
+            )
+            for i, (layer, _) in enumerate(items)
+        ]
 
     def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
         """fp32 [N, H, L], int64 [N, H] -> bool [N, H, L]; min(H * budget, all) are kept."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +29,14 @@ from sparseengine.methods.tokens import TokenSelection
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoubleSparsityConfig(MethodConfig):
     """Knobs of Double Sparsity."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "paper": {"group_factor": 8, "sink": 0},
+            "authors": {"group_factor": 8, "sink": 0},
+            "longbench": {"group_factor": 2, "sink": 0},
+        }
+    )
 
     dense_layers: int = knob(2, "first layers of the model that read everything", low=0, high=4096)
     group_factor: int = knob(

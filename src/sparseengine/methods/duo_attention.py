@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 
@@ -33,6 +34,12 @@ Gates = dict[int, tuple[float, ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DuoAttentionConfig(StreamingLLMConfig):
     """Knobs of DuoAttention."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"sink": 64, "retrieval": 0.5},
+        }
+    )
 
     sink: int = knob(64, "first tokens that streaming heads always retain", low=0, high=1 << 20)
     retrieval: float = knob(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +25,13 @@ _BLOCK = 2048  # keys scored at once, which bounds scratch memory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttentionConfig(EvictionConfig):
     """Knobs of Expected Attention."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"epsilon": 0.01},
+            "kvpress": {"epsilon": 0.01},
+        }
+    )
 
     sink: int = knob(
         4,

@@ -47,6 +47,8 @@ class H2OConfig(BurstConfig):
         {
             "authors": {"recent_ratio": 0.5, "interval": 1},
             "kvpress": {"recent_ratio": 0.0, "interval": 0, "average": True},
+            "paper": {"recent_ratio": 0.5, "interval": 1},
+            "sparse-vllm": {"recent_ratio": 0.5, "interval": 128},
         }
     )
 
@@ -69,7 +71,7 @@ class H2O(BurstEviction):
     Deviations: one choice per KV head (the authors' models have one query head each); prompts are
     cut when they end, not after each query (`block_tokens` bounds memory instead); decoded tokens
     are evicted in bursts of 64 (authors: 1); a fork shares no pages, for its sums differ; `decay`
-    is not in the paper.
+    is not in the paper. Of preset "sparse-vllm", the one index for all heads is not reproduced.
     """
 
     name = "h2o"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +23,13 @@ _RECENT = 1e30  # above any score, below what is forced
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InfLLMConfig(SelectionConfig):
     """Knobs of page recall."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "arkvale": {"digest": "cuboid", "sink_pages": 2, "recent_pages": 2},
+            "paper": {"digest": "representatives", "representatives": 4},
+        }
+    )
 
     digest: str = knob(
         "cuboid",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -16,6 +19,13 @@ from sparseengine.methods.knorm import content_keys
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDiffConfig(EvictionConfig):
     """Knobs of KeyDiff."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "kvpress": {"sink": 0, "recent": 0},
+            "paper": {"sink": 0, "recent": 0, "block_tokens": 128},
+        }
+    )
 
     recent: int = knob(64, "newest tokens that are always retained", low=0, high=1 << 20)
     block_tokens: int = knob(

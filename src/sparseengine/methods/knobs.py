@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -70,18 +70,20 @@ class MethodConfig:
         given = dict(knobs)
         known = cls.knob_names()
         values: dict[str, Any] = {}
-        if cls.presets and "preset" in given:
-            name = given.pop("preset")
-            if not isinstance(name, str) or name not in cls.presets:
-                raise RequestError(
-                    f"{method}: unknown preset {name!r}; {nearest(str(name), cls.presets)}"
-                )
-            values.update(cls.presets[name])
+        if "preset" in given:
+            values.update(cls.preset(method, given.pop("preset")))
         for name in given:
             if name not in known:
                 hint = nearest(str(name), (*known, *STAGE_KNOBS)) if known else "it takes none"
                 raise RequestError(f"{method}: unknown knob {name!r}; {hint}")
         return cls(**{**values, **given})
+
+    @classmethod
+    def preset(cls, method: str, name: object) -> Mapping[str, Any]:
+        """The knobs of a published setting; an unknown one raises `RequestError` with all names."""
+        if isinstance(name, str) and name in cls.presets:
+            return cls.presets[name]
+        raise RequestError(f"{method}: {unknown_preset(name, cls.presets)}")
 
     @classmethod
     def knob_names(cls) -> tuple[str, ...]:
@@ -103,6 +105,14 @@ class MethodConfig:
             entry = {"name": "preset", "type": "str", "default": "", "doc": doc}
             out.append({**entry, "allowed": "one of " + ", ".join(map(repr, names))})
         return out
+
+
+def unknown_preset(name: object, known: Collection[str]) -> str:
+    """What to say of a preset that there is not."""
+    if not known:
+        return f"unknown preset {name!r}; it has none"
+    names = ", ".join(map(repr, sorted(known)))
+    return f"unknown preset {name!r}; {nearest(str(name), known)}; known: {names}"
 
 
 def allowed(f: Field[Any]) -> str:

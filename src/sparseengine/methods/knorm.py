@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +19,13 @@ from sparseengine.methods.knobs import knob
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnormConfig(EvictionConfig):
     """Knobs of key-norm eviction."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"skip_layers": (0, 1), "sink": 0, "recent": 0},
+            "kvpress": {"skip_layers": (), "sink": 0, "recent": 0},
+        }
+    )
 
     skip_layers: tuple[int, ...] = knob(
         (0, 1), "layers that stay dense, by index in the model", low=0, high=1 << 16

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.method import LayerStep, Traits, Vocabulary
 from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, ModelSpec, Per
 from sparseengine.core.view import Keep
@@ -20,6 +21,8 @@ from sparseengine.methods.families import EvictionConfig, EvictionMethod, _Pendi
 from sparseengine.methods.knobs import knob
 
 _SCORE = "reconstruction_score"
+_REPEAT_WHOLE = "\n\nRepeat the previous context exactly."
+_REPEAT_PART = "\n\nRepeat the part of the previous context exactly, starting with "
 _TILE_LOGITS = 1 << 24  # of all query heads together: 64 MiB in fp32
 _LEAST_CHUNK = 64  # tokens repeated at once, however near the model's longest text is
 
@@ -28,18 +31,31 @@ _LEAST_CHUNK = 64  # tokens repeated at once, however near the model's longest t
 class KVzipConfig(EvictionConfig):
     """Knobs of KVzip."""
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"sink": 0, "recent": 0, "chunk": 2000, "lead": 8, "form": "pair"},
+            "kvpress": {"sink": 4, "recent": 0, "chunk": 2048, "lead": 8, "form": "pair"},
+        }
+    )
+
     recent: int = knob(8, "newest tokens that are always retained", low=0, high=1 << 20)
     chunk: int = knob(2000, "tokens of the prompt that are repeated at once", low=1, high=1 << 20)
     lead: int = knob(
         8, "tokens before those that are repeated along with them, unscored", low=0, high=4096
     )
+    words: bool = knob(
+        True,
+        "ask for each repetition in the authors' words, and begin it as the chat template does; "
+        "needs a tokenizer",
+    )
     prefix: tuple[int, ...] = knob(
-        (), "token ids put before each repetition, e.g. those of a request to repeat", low=0
+        (), "token ids put before each repetition in place of words", low=0
     )
     form: str = knob(
         "pair",
-        "pair: one threshold over all layers and KV heads; uniform: every row keeps the budget",
-        choices=("pair", "uniform"),
+        "pair: one threshold over all layers and KV heads; layer: one per layer; uniform: each row "
+        "keeps the budget; head: some heads keep everything, the others sinks and newest tokens",
+        choices=("pair", "layer", "uniform", "head"),
     )
 
 
@@ -47,24 +63,28 @@ class KVzip(EvictionMethod):
     """Retains what the model attends to when it repeats the prompt, whatever is asked later.
 
     arXiv:2505.23416. When the prompt has been run, its tokens are run again in chunks of `chunk`,
-    each after its `lead` predecessors and an optional `prefix`, behind the whole stored prompt.
+    behind the whole stored prompt: words that ask to repeat it, the `lead` tokens before the chunk,
+    what the chat template puts before an answer, the chunk. Without a tokenizer the words are
+    `prefix`, empty by default.
     What these runs store is forgotten. In each layer a run's queries attend (softmax in fp32) to
     the sinks, the chunk as it is stored and the run itself; the score of a stored token is the
     largest attention that any query of its KV head paid to it. After the last run each prompt that
     is longer than the budget is cut to the tokens of highest score: under one threshold over all
-    layers and KV heads (`pair`), so that the mean row has `budget` tokens, or row by row
-    (`uniform`). The budget counts sinks and newest tokens, which always stay. Decoded tokens stay.
+    layers and KV heads (`pair`), so that the mean row has `budget` tokens, over each layer
+    (`layer`), or row by row (`uniform`). With `head`, the heads in which any token's score is
+    largest keep everything and the others sinks and newest tokens: as many as the mean row allows.
+    The budget counts sinks and newest tokens, which always stay. Decoded tokens stay.
 
     Costs: the prompt is run twice, the second time with attention to all of it; memory for a run
     (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head. The first
     token is sampled before the cut, from everything.
 
-    Deviations: no words ask for the repetition by default, for a method has no tokenizer: `prefix`
-    takes the ids of such words. The whole prompt is the context, a question in it too, and its
+    Deviations: The whole prompt is the context, a question in it too, and its
     newest 8 tokens stay (authors: a system prompt stays and questions come later). Ties go to the
     smaller position, then layer, then head. With layers of several sizes of KV, each size has a
     threshold of its own. Chunks are shorter where the model's longest text would be exceeded, down
-    to 64 tokens. The static head mask and the weighting by output projections are left out.
+    to 64 tokens. Head-level masks are each prompt's own,
+    not the mean over many prompts. The weighting by output projections is left out.
     """
 
     name = "kvzip"
@@ -81,6 +101,16 @@ class KVzip(EvictionMethod):
             raise RequestError(
                 f"kvzip: prefix holds token ids {wrong}, the model knows {model.vocab_size} tokens"
             )
+
+        self._whole = self._part = tuple(config.prefix)  # what asks for a repetition
+        self._header: tuple[int, ...] = ()
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        """The authors' words, unless the knobs have others or none."""
+        if self.config.words and not self.config.prefix:
+            self._whole = vocabulary.encode(_REPEAT_WHOLE)
+            self._part = vocabulary.encode(_REPEAT_PART)
+            self._header = vocabulary.answer_header()
 
     def aux(self) -> tuple[AuxSpec, ...]:
         return (AuxSpec(name=_SCORE, per=Per.SLOT, rewritten=True),)
@@ -100,26 +130,36 @@ class KVzip(EvictionMethod):
         return torch.where(later, torch.finfo(scores.dtype).max, scores)
 
     def slack(self) -> int:
-        return self.page_size - 1 if self.config.form == "pair" else 0
+        return self.page_size - 1 if self.config.form != "uniform" else 0
 
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def _asking(self) -> int:
+        """Tokens of a run at most beside the chunk and its lead."""
+        return max(len(self._whole), len(self._part)) + len(self._header)
+
     def _chunk(self, prompt_len: int) -> int:
         """Tokens that a run repeats."""
-        before = len(self.config.prefix) + self.config.lead
+        before = self._asking + self.config.lead
         room = self.model.max_position - prompt_len - before
         size: int = min(self.config.chunk, max(_LEAST_CHUNK, room), prompt_len)
         return size
 
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
-        """The prompt's chunks, each behind the prefix and the tokens before it."""
+        """The prompt's chunks, each behind what asks for it."""
         length, budget = request.prompt_len, request.budget
         if budget is None or length <= budget or not self.layers:
             return ()
-        size, lead, prefix = self._chunk(length), self.config.lead, self.config.prefix
+        size, lead = self._chunk(length), self.config.lead
         prompt = request.tokens[:length]
         return tuple(
-            (*prefix, *prompt[max(0, first - lead) : first + size])
+            (
+                *(self._part if first else self._whole),
+                *prompt[max(0, first - lead) : first],
+                *self._header,
+                *prompt[first : first + size],
+            )
             for first in range(0, length, size)
         )
 
@@ -130,7 +170,7 @@ class KVzip(EvictionMethod):
             return Demand(peak, steady)
         size = self._chunk(prompt_len)
         lead = min(self.config.lead, prompt_len - size)
-        run = len(self.config.prefix) + lead + size
+        run = self._asking + lead + size
         return Demand(max(peak, prompt_len + run), steady)
 
     # ── scores ───────────────────────────────────────────────────────────────────────────────────
@@ -206,20 +246,37 @@ class KVzip(EvictionMethod):
                 spec = self.model.layers[layer]
                 alike.setdefault((spec.kv_heads, *spec.stored_dims), []).append((layer, found))
             for items in alike.values():
-                keeps.extend(self._pair(chunk.request.id, items))
+                parts = [[one] for one in items] if self.config.form == "layer" else [items]
+                for part in parts:
+                    keeps.extend(self._together(chunk.request.id, part))
         return keeps
 
-    def _pair(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
-        """The best rows * budget slots of all layers, position by position for fair ties."""
+    def _together(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
+        """One choice over some layers."""
         scores = torch.stack([found.scores for _, found in items])  # [N, Hkv, L]
         budget, length = items[0][1].budget, scores.shape[2]
         lens = torch.full(scores.shape[:2], length, device=scores.device)
         shielded = protect(scores, lens, *self.protected(budget))
-        rows = scores.shape[0] * scores.shape[1]
-        best = top_mask(shielded.flatten(0, 1).mT.flatten(), rows * budget)
-        masks = best.view(length, rows).mT.view(scores.shape)
+        choose = self._heads if self.config.form == "head" else self._pairs
+        masks = choose(shielded.flatten(0, 1), budget).view(scores.shape)
         pairs = zip(items, masks, strict=True)
         return [Keep(request, layer, tuple(mask.unbind(0))) for (layer, _), mask in pairs]
+
+    @staticmethod
+    def _pairs(scores: Tensor, budget: int) -> Tensor:
+        """The best R * budget slots of scores [R, L], position by position for fair ties."""
+        rows, length = scores.shape
+        return top_mask(scores.mT.flatten(), rows * budget).view(length, rows).mT
+
+    @staticmethod
+    def _heads(scores: Tensor, budget: int) -> Tensor:
+        """Whole rows for those of largest score, as many as leave the others what is forced."""
+        rows, length = scores.shape
+        forced = scores == float("inf")
+        least = int(forced[0].sum())  # alike in all rows
+        count = rows * (budget - least) // max(1, length - least)
+        best = scores.masked_fill(forced, float("-inf")).amax(1)
+        return forced | top_mask(best, count)[:, None]
 
     def forget(self, request_id: int) -> None:
         super().forget(request_id)

@@ -28,7 +28,10 @@ class OmniKVConfig(MethodConfig):
     """Knobs of OmniKV."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {"llama3_8b": {"filter_layers": (2, 8, 18), "wait": 1}}
+        {
+            "llama3_8b": {"filter_layers": (2, 8, 18), "wait": 1},
+            "paper": {"filter_layers": (2, 8, 18), "wait": 1, "recent": 16},
+        }
     )
 
     filter_layers: tuple[int, ...] = knob(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,6 +18,12 @@ from sparseengine.methods.families import SelectionConfig, SelectionMethod
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestConfig(SelectionConfig):
     """Knobs of Quest."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "authors": {"dense_layers": 2, "sink_pages": 0, "min_pages": 1},
+        }
+    )
 
 
 class Quest(SelectionMethod):

@@ -37,7 +37,11 @@ class RKVConfig(BurstConfig):
     )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {"authors": {"importance": 0.07}, "paper": {"importance": 0.1}}
+        {
+            "authors": {"importance": 0.07},
+            "paper": {"importance": 0.1},
+            "sparse-vllm": {"importance": 0.1, "threshold": 0.8},
+        }
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +66,8 @@ class RKV(BurstEviction):
     The budget counts everything retained. Costs: L * L * head_dim per cut and KV head, in tiles of
     bounded memory, so a budget near `interval` is cheap per step; the queries of the window are
     stored once per request. Deviations: cuts follow the row's length rather than the number of
-    steps; of a latent's keys only the content channels are compared.
+    steps; of a latent's keys only the content channels are compared. Preset "sparse-vllm"
+    has no one index for all heads.
     """
 
     name = "rkv"

@@ -31,8 +31,11 @@ class SnapKVConfig(MethodConfig):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
+            "authors": {"window": 32, "kernel": 5, "pooling": "avg", "sink": 0},
             "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "sink": 0},
             "longbench": {"window": 32, "kernel": 7, "pooling": "max", "sink": 0},
+            "paper": {"window": 32, "kernel": 7, "pooling": "max", "sink": 0},
+            "sparse-vllm": {"window": 32, "kernel": 1, "sink": 0},
         }
     )
 
@@ -48,7 +51,8 @@ class SnapKV(EvictionMethod):
     One choice per KV head: fp32 softmax over all keys, mean over the window's queries, pooling over
     positions before the window, then the mean over the head's query group. Deviations: the authors
     choose per query head (storing K and V repeated); sinks are forced; the queries are kept in a
-    ring, so that the last chunk may be shorter than the window.
+    ring, so that the last chunk may be shorter than the window. Preset "sparse-vllm" has
+    neither one index for all heads of a layer nor a softmax over candidates alone.
     """
 
     name = "snapkv"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from sparseengine.methods.knobs import MethodConfig, knob
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamingLLMConfig(MethodConfig):
     """Knobs of StreamingLLM."""
+
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+        {
+            "kvpress": {"sink": 4, "block_tokens": 0, "page_aligned": False},
+            "sparse-vllm": {"sink": 64},
+        }
+    )
 
     sink: int = knob(4, "first tokens that are always retained", low=0, high=1 << 20)
     block_tokens: int = knob(

@@ -32,7 +32,11 @@ class TOVAConfig(EvictionConfig):
     )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
-        {"authors": {"recent": 0}, "kvpress": {"burst": 0}}
+        {
+            "authors": {"recent": 0},
+            "kvpress": {"burst": 0},
+            "paper": {"recent": 0},
+        }
     )
 
 
