@@ -66,7 +66,9 @@ class AdaKVConfig(MethodConfig):
         rest = {k: v for k, v in knobs.items() if k not in own}
         scorer = _scorer_class(own.get("scorer", "snapkv"))
         preset, inner_presets = rest.get("preset"), scorer.config_class.presets
-        if preset in cls.presets:  # of the allocation, and of the scorer if it has it, too
+        if (
+            isinstance(preset, str) and preset in cls.presets
+        ):  # of the allocation, and of the scorer if it has it, too
             own = {**cls.presets[preset], **own}
             rest = {k: v for k, v in rest.items() if k != "preset" or preset in inner_presets}
         elif "preset" in rest and preset not in inner_presets:

@@ -126,7 +126,7 @@ class Composite(SparseMethod):
 
     def __init__(self, retain: SparseMethod, read: SelectionMethod) -> None:
         super().__init__({"retain": retain.config, "read": read.config}, retain.model)
-        self.retain, self.read = retain, read
+        self.retain, self.reader = retain, read
         first, second = retain.traits, read.traits
         traits = replace(
             first,
@@ -145,7 +145,7 @@ class Composite(SparseMethod):
 
     def cache_plan(self) -> tuple[CacheGroup, ...]:
         """The finer rows and all side tensors of both, layer by layer."""
-        own = {layer: g for g in self.read.cache_plan() for layer in g.layers}
+        own = {layer: g for g in self.reader.cache_plan() for layer in g.layers}
         return tuple(
             _joined(group, layer, own.get(layer))
             for group in self.retain.cache_plan()
@@ -161,18 +161,18 @@ class Composite(SparseMethod):
     def select(self, at: LayerStep) -> Selection | None:
         if all(c.request.budget is None for c in at.plan.chunks):
             return None  # a made-up step in which nothing acts
-        return self.read.select(at)
+        return self.reader.select(at)
 
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
         """The eviction's, if it acts; else one that no made-up request outgrows."""
         acting = self.retain.captured_budget(plan, lens)
         if acting is not None:
             return acting
-        reads = self.read.captured_budget(plan, lens)
+        reads = self.reader.captured_budget(plan, lens)
         return None if reads is None else max(2, reads)
 
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
-        return self.retain.idle(plan, lens) and self.read.captured_budget(plan, lens) is None
+        return self.retain.idle(plan, lens) and self.reader.captured_budget(plan, lens) is None
 
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         self.retain.replayed(plan, lens)
@@ -193,14 +193,14 @@ class Composite(SparseMethod):
 
     def seal(self, pages: SealedPages) -> None:
         self.retain.seal(pages)
-        self.read.seal(pages)
+        self.reader.seal(pages)
 
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
         return self.retain.replay(request)
 
     def forget(self, request_id: int) -> None:
         self.retain.forget(request_id)
-        self.read.forget(request_id)
+        self.reader.forget(request_id)
 
 
 def _joined(group: CacheGroup, layer: int, other: CacheGroup | None) -> CacheGroup:
@@ -223,6 +223,6 @@ def describe_pipeline(method: SparseMethod) -> list[dict[str, Any]]:
         scope = {"scope": allocation.scope} if allocation.shares else {}
         stages.append({"stage": "allocate", "name": allocation.kind, **scope})
     if isinstance(method, Composite):
-        read = method.read
+        read = method.reader
         stages.append({"stage": "select", "name": read.name, "tokens": read.fixed_budget})
     return stages

@@ -201,7 +201,8 @@ class EvictionMethod(Method):
         own = self.aux()
         if not self._stores_scores() or any(a.name == self.stored_score for a in own):
             return own
-        return (*own, AuxSpec(name=self.stored_score, per=Per.SLOT, rewritten=True))
+        # Not `rewritten`: scores are stored at the end of a prompt, before anybody shares its pages.
+        return (*own, AuxSpec(name=self.stored_score, per=Per.SLOT))
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
