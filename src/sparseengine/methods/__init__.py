@@ -66,6 +66,12 @@ def resolve_budget(
     giving them one raises `RequestError`.
     """
     name = method_class.name
+    for field_name in ("dropped_mass", "compensate"):
+        if getattr(sparse, field_name) and method_class.traits.family != "eviction":
+            raise RequestError(
+                f"{field_name}=True is not allowed with method {name!r}, which evicts nothing; "
+                "leave it out or name a method that evicts"
+            )
     if method_class.traits.takes == "none":
         for field_name in ("budget", "ratio"):
             value = getattr(sparse, field_name)
