@@ -237,6 +237,9 @@ class SparseParams:
     `prefill_config` are the pattern's knobs. `record=True` returns what was kept and
     read in `RequestOutput.outputs[i].sparse` (slow: it copies decisions to the host).
 
+    `kv_error` in place of a budget lets every row retain as few tokens as lose at most this part of
+    the attention that the method measures; a budget or ratio beside it is the most a row retains.
+
     Methods that evict may keep digests of what they drop. `dropped_mass=True` estimates from them
     how much attention each decode step would have paid to evicted tokens and reports it in
     `outputs[i].sparse.dropped_mass`; `compensate=True` lets decode steps attend to the digests.
@@ -246,6 +249,7 @@ class SparseParams:
     budget: int | None
     ratio: float | None
     record: bool
+    kv_error: float | None
     dropped_mass: bool
     compensate: bool
     prefill: str
@@ -259,6 +263,7 @@ class SparseParams:
         budget: int | None = None,
         ratio: float | None = None,
         record: bool = False,
+        kv_error: float | None = None,
         dropped_mass: bool = False,
         compensate: bool = False,
         prefill: str = DENSE_PREFILL,
@@ -274,6 +279,10 @@ class SparseParams:
             _require(ok, "ratio", ratio, "the fraction of the prompt to keep, in (0, 1]")
         if budget is not None and ratio is not None:
             raise RequestError(f"give budget or ratio, not both (budget={budget}, ratio={ratio})")
+        if kv_error is not None:
+            ok = _is_real(kv_error) and 0 <= kv_error <= 1
+            _require(ok, "kv_error", kv_error, "the part of attention to lose, in [0, 1]")
+        object.__setattr__(self, "kv_error", kv_error)
         flags = {"record": record, "dropped_mass": dropped_mass, "compensate": compensate}
         for name, flag in flags.items():
             _require(isinstance(flag, bool), name, flag, "True or False")

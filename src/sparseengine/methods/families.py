@@ -19,6 +19,7 @@ from sparseengine.core.view import Keep, Selection
 from sparseengine.methods.budgets import (
     protect,
     split_protected,
+    tokens_for_error,
     top_mask,
 )
 from sparseengine.methods.knobs import MethodConfig, knob
@@ -103,11 +104,15 @@ class EvictionConfig(MethodConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths."""
+    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths.
+
+    counts: int64 [H] tokens to retain where the request names an error instead of a budget.
+    """
 
     scores: Tensor
     lens: tuple[int, ...]
     budget: int
+    counts: Tensor | None = None
 
 
 class EvictionMethod(Method):
@@ -123,6 +128,7 @@ class EvictionMethod(Method):
     ragged = Ragged.HEAD
     default_ratio: ClassVar[float | None] = 0.25
     keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
+    targets_error: ClassVar[bool] = False  # whether `masses` says what a choice would lose
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
@@ -130,6 +136,13 @@ class EvictionMethod(Method):
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Importance of each slot of a chunk's rows: fp32 [H, Lmax], H = 1 or kv_heads."""
+        raise NotImplementedError
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """Attention paid to each slot, the mean over queries and a head's group: fp32 [Hkv, L].
+
+        A row sums to 1. Needed for error targets alone.
+        """
         raise NotImplementedError
 
     def watch(self, at: LayerStep, chunk: int) -> None:
@@ -164,7 +177,7 @@ class EvictionMethod(Method):
             budget = chunk.request.budget
             if budget is None or not self.is_due(chunk):
                 continue
-            if max(at.lens(i)) > budget:
+            if max(at.lens(i)) > budget or chunk.request.sparse.kv_error is not None:
                 self.note(at, i, budget)
 
     def note(self, at: LayerStep, chunk: int, budget: int) -> None:
@@ -172,16 +185,45 @@ class EvictionMethod(Method):
         lens, request = at.lens(chunk), at.plan.chunks[chunk].request
         own = self.layer_budget(at.layer, max(lens), budget)
         found = _Pending(self.score(at, chunk).float(), lens, own)
+        if request.sparse.kv_error is not None:
+            found.counts = self._counts(at, chunk, found, request.sparse.kv_error)
         self._pending.setdefault(request.id, {})[at.layer] = found
+
+    def _counts(self, at: LayerStep, chunk: int, found: _Pending, error: float) -> Tensor:
+        """Fewest best tokens of each row that leave out at most `error` of its attention.
+
+        Whole pages, for the rest of a page costs nothing; at most the budget. int64 [Hkv].
+        """
+        masses = self.masses(at, chunk)
+        rows = _expand(found.lens, len(masses))
+        lens = upload(np.array(rows, np.int64), masses.device)
+        if error == 0:
+            return lens.clamp(max=found.budget)
+        shielded = protect(found.scores, lens, *self.protected(found.budget))
+        return tokens_for_error(shielded, masses, error, self.page_size).clamp(
+            max=lens.clamp(max=found.budget)
+        )
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
         batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        keeps: list[Keep] = []
         for chunk in plan.chunks:
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
+                if found.counts is not None:
+                    keeps.append(self._choose_counted(chunk.request.id, layer, found, found.counts))
+                    continue
                 key = (found.scores.shape, found.budget)
                 batches.setdefault(key, []).append((chunk.request.id, layer, found))
-        return self._choose(batches)
+        return keeps + self._choose(batches)
+
+    def _choose_counted(self, request: int, layer: int, found: _Pending, counts: Tensor) -> Keep:
+        """The best `counts` [H] tokens of each row."""
+        rows = _expand(found.lens, len(found.scores))
+        lens = upload(np.array(rows, np.int64), found.scores.device)
+        shielded = protect(found.scores, lens, *self.protected(found.budget))
+        masks = top_mask(shielded, counts).unbind(0)
+        return Keep(request, layer, tuple(m[:n] for m, n in zip(masks, rows, strict=True)))
 
     def _choose(
         self, batches: Mapping[tuple[torch.Size, int], list[tuple[int, int, _Pending]]]
