@@ -198,8 +198,9 @@ def _methods(config: EngineConfig, spec: ModelSpec) -> list[SparseMethod]:
     names = dict.fromkeys([default, *map(METHODS.canonical, config.sparse.enable_methods)])
     methods: list[SparseMethod] = []
     for name in names:
-        knobs = config.sparse.knobs if name == default else {}
+        given = config.sparse.knobs if name == default else {}
         try:
+            knobs = SparseParams(name, **given).knobs  # without what is no method's own
             method = make_method(name, knobs, spec, page_size=config.cache.block_size)
         except RequestError as error:
             raise ConfigError(f"--sparse-config: {error}") from None
@@ -301,10 +302,9 @@ def explain(resolved: Resolved, *, prompt_len: int | None = None, max_tokens: in
 
 def _explain_method(resolved: Resolved, name: str, length: int, max_tokens: int) -> dict[str, Any]:
     is_default = name == resolved.methods[0]
-    knobs = resolved.config.sparse.knobs if is_default else {}
-    size = resolved.config.cache.block_size
-    method = make_method(name, knobs, resolved.spec, page_size=size)
     params = resolved.sparse if is_default else SparseParams(name)
+    size = resolved.config.cache.block_size
+    method = make_method(name, params.knobs, resolved.spec, page_size=size)
     budget = resolve_budget(method, params, length)
     demand = method.demand(length, max_tokens, budget)
     return {

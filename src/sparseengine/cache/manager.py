@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseengine import ops
 from sparseengine.cache import compact
+from sparseengine.cache.digests import Digests
 from sparseengine.cache.group import GroupCache
 from sparseengine.cache.memory import CacheBytes, bundle_bytes, pools_of, split_pages
 from sparseengine.cache.plan import geometry
@@ -72,6 +73,7 @@ class PagedCache:
         ]
         self._group_of = {layer: g for g in self.groups for layer in g.geo.group.layers}
         self._sides = RequestSides(model, groups, device=self.device)
+        self._digests = Digests(self.groups)
         self._slot_of: dict[int, int] = {}
         self._idle_slots: list[int] = []
         self._capacity = 0
@@ -138,7 +140,9 @@ class PagedCache:
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Give the request rows: empty ones, or a fork of `hit.source` cut back to `hit.tokens`."""
         if hit.source is None:
-            self._new_slot(request.id)
+            slot = self._new_slot(request.id)
+            if request.sparse.digests:
+                self._digests.open(slot)
             return
         self.fork(hit.source, request.id)
         extra = self._stored[request.id] - hit.tokens
@@ -150,6 +154,7 @@ class PagedCache:
         source, slot = self._slot(source_id), self._new_slot(request_id)
         for g in self.groups:
             g.rows.fork(source, slot)
+        self._digests.fork(source, slot)
         self._stored[request_id] = self._stored[source_id]
         if source in self._dirty:
             self._dirty.add(slot)
@@ -182,6 +187,7 @@ class PagedCache:
         slot = self._slot(request_id)
         for g in self.groups:
             g.poison_pages(g.rows.release(slot))
+        self._digests.release(slot)
         del self._slot_of[request_id], self._stored[request_id]
         self._idle_slots.append(slot)
         self._dirty.discard(slot)
@@ -200,6 +206,7 @@ class PagedCache:
             self._capacity = capacity
             for g in self.groups:
                 g.rows.grow_slots(capacity)
+            self._digests.grow_slots(capacity)
         slot = self._idle_slots.pop()
         self._slot_of[request_id] = slot
         self._stored[request_id] = 0
@@ -395,11 +402,23 @@ class PagedCache:
             draft = None if masks is None else compact.draft(g, masks)
             if draft is not None:
                 drafts.append((g, draft))
+        folds = self._digests.draft(drafts)
         needs = [(g.pool, d.copy_page.size) for g, d in drafts]
         self._require(needs, "compacting rows that share pages")
+        self._require(needs + [(f.pool, f.pages) for f in folds], "digests of what is evicted")
+        for fold in folds:
+            fold.read()
         for g, draft in drafts:
             compact.carry_out(g, draft)
             self._dirty.update(int(s) for s in np.unique(draft.slots))
+        for fold in folds:
+            fold.write()
+
+    def digests(self, request_id: int, layer: int) -> Segment | None:
+        return self._digests.segment(self._slot(request_id), layer)
+
+    def digest_pages(self, dropped: int) -> int:
+        return self._digests.pages_for(dropped)
 
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:
         """Full pages of the plan's requests, and of rows compacted since, not reported yet.
@@ -442,7 +461,7 @@ class PagedCache:
     def usage(self, request_id: int) -> Usage:
         slot, pages, total = self._slot(request_id), 0, self._sides.bytes(request_id)
         for g in self.groups:
-            bundles = int(g.rows.held(g.rows.lens[slot]).sum())
+            bundles = int(g.rows.held(g.rows.lens[slot]).sum()) + self._digests.pages(g, slot)
             pages += bundles * g.geo.units
             total += bundles * sum(bundle_bytes(g.geo, self.dtype))
         return Usage(pages, total)
@@ -453,7 +472,9 @@ class PagedCache:
         return CacheBytes(
             payload=sum(p.payload_bytes() for p in self.pools),
             aux=sum(p.aux for p in parts) + sum(self._sides.bytes(r) for r in self._slot_of),
-            tables=sum(p.tables for p in parts) + sum(p.bookkeeping_bytes() for p in self.pools),
+            tables=sum(p.tables for p in parts)
+            + sum(p.bookkeeping_bytes() for p in self.pools)
+            + self._digests.bytes(),
         )
 
     def check(self) -> None:
@@ -464,8 +485,11 @@ class PagedCache:
         self._sides.check(self._slot_of.keys())
         for g in self.groups:
             g.check(slots)
+        self._digests.check(slots)
         for pool in self.pools:
-            pool.check([g.owned(slots) for g in self.groups if g.pool is pool])
+            mine = [g for g in self.groups if g.pool is pool]
+            both = ((g.owned(slots), self._digests.owned(g, slots)) for g in mine)
+            pool.check([np.concatenate(pages) for pages in both])
 
 
 def _budgets(plan: StepPlan) -> Ints:

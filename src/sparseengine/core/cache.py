@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseengine.core.method import LayerStep, SealedPages
 from sparseengine.core.plan import Request, StepPlan
-from sparseengine.core.view import AttentionView, Keep, Selection
+from sparseengine.core.view import AttentionView, Keep, Segment, Selection
 
 
 class PrefixHit(NamedTuple):
@@ -92,6 +92,17 @@ class CacheManager(Protocol):
 
     def apply(self, keeps: Sequence[Keep]) -> None:
         """Order-preserving compaction in place; side tensors move along; whole pages come free."""
+        ...
+
+    def digests(self, request_id: int, layer: int) -> Segment | None:
+        """Digests of what was evicted from a request's rows at a layer, [1, G, ...], or None.
+
+        Kept for requests with `SparseParams.digests`, from the first eviction on.
+        """
+        ...
+
+    def digest_pages(self, dropped: int) -> int:
+        """Head pages of the digests of one request whose rows lose `dropped` tokens each."""
         ...
 
     def seal(self, plan: StepPlan) -> Sequence[SealedPages]:

@@ -57,7 +57,8 @@ class StepContext:
         view, q = view.masked(self.controller.prefill_masks(at)), at.q
         if num_spans is not None and num_spans < len(self.plan.chunks):
             view, q = leading(view, num_spans), q[:num_spans]
-        return self.backends[at.layer].run(q, view, self.model.layers[at.layer], self.scores)
+        out = self.backends[at.layer].run(q, view, self.model.layers[at.layer], self.scores)
+        return self.controller.add_digests(at, out)
 
     def observe(self, at: LayerStep) -> None:
         """The last third: the methods look at what was stored and asked."""

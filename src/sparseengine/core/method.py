@@ -294,6 +294,10 @@ class SparseController(Protocol):
         """By chunk of the step, before attention; chunks that are not in it read everything."""
         ...
 
+    def add_digests(self, at: LayerStep, out: Tensor) -> Tensor:
+        """Attention of the step's first tokens [T, Hq, Dv] with what digests add to it."""
+        ...
+
     def end_step(self, plan: StepPlan) -> None:
         """Truncate replays, weigh, evict, apply, seal: in this order."""
         ...

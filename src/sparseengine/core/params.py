@@ -236,12 +236,22 @@ class SparseParams:
     are prefilled with ("dense": every query reads all keys before it), whatever the method is;
     `prefill_config` are the pattern's knobs. `record=True` returns what was kept and
     read in `RequestOutput.outputs[i].sparse` (slow: it copies decisions to the host).
+
+    `kv_error` in place of a budget lets every row retain as few tokens as lose at most this part of
+    the attention that the method measures; a budget or ratio beside it is the most a row retains.
+
+    Methods that evict may keep digests of what they drop. `dropped_mass=True` estimates from them
+    how much attention each decode step would have paid to evicted tokens and reports it in
+    `outputs[i].sparse.dropped_mass`; `compensate=True` lets decode steps attend to the digests.
     """
 
     method: str
     budget: int | None
     ratio: float | None
     record: bool
+    kv_error: float | None
+    dropped_mass: bool
+    compensate: bool
     prefill: str
     prefill_config: Mapping[str, Any] = field(hash=False)
     knobs: Mapping[str, Any] = field(hash=False)
@@ -253,6 +263,9 @@ class SparseParams:
         budget: int | None = None,
         ratio: float | None = None,
         record: bool = False,
+        kv_error: float | None = None,
+        dropped_mass: bool = False,
+        compensate: bool = False,
         prefill: str = DENSE_PREFILL,
         prefill_config: Mapping[str, Any] | None = None,
         **knobs: Any,
@@ -266,14 +279,25 @@ class SparseParams:
             _require(ok, "ratio", ratio, "the fraction of the prompt to keep, in (0, 1]")
         if budget is not None and ratio is not None:
             raise RequestError(f"give budget or ratio, not both (budget={budget}, ratio={ratio})")
-        _require(isinstance(record, bool), "record", record, "True or False")
+        if kv_error is not None:
+            ok = _is_real(kv_error) and 0 <= kv_error <= 1
+            _require(ok, "kv_error", kv_error, "the part of attention to lose, in [0, 1]")
+        object.__setattr__(self, "kv_error", kv_error)
+        flags = {"record": record, "dropped_mass": dropped_mass, "compensate": compensate}
+        for name, flag in flags.items():
+            _require(isinstance(flag, bool), name, flag, "True or False")
+            object.__setattr__(self, name, flag)
         ok = isinstance(prefill, str) and prefill != ""
         _require(ok, "prefill", prefill, "the name of a pattern (see `sparseengine methods`)")
         ok = prefill_config is None or isinstance(prefill_config, Mapping)
         _require(ok, "prefill_config", prefill_config, "a mapping of knobs")
         for name, value in (("method", method), ("budget", budget), ("ratio", ratio)):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "record", record)
         object.__setattr__(self, "prefill", prefill)
         object.__setattr__(self, "prefill_config", MappingProxyType(dict(prefill_config or {})))
         object.__setattr__(self, "knobs", MappingProxyType(dict(knobs)))
+
+    @property
+    def digests(self) -> bool:
+        """Whether digests of what is evicted are kept."""
+        return self.dropped_mass or self.compensate

@@ -55,6 +55,8 @@ class Segment:
     table: int32 [S, G, W] page ids, strided; entries past a row's end are arbitrary but in range.
       Or the same, packed, for backends that can walk it; the others take `dense_table`.
     lens: int32 [S, G] valid tokens (0 is legal: the row contributes nothing).
+    log_bias: fp32 [S, G, L], added to the logits of its slots, for entries that stand for several
+      tokens. Segments with one are attended to by `attention.digests`, not by backends.
     """
 
     payload: tuple[tuple[Tensor, ...], ...]
@@ -63,6 +65,7 @@ class Segment:
     table: Tensor | PackedTable
     lens: Tensor
     page_size: int
+    log_bias: Tensor | None = None
 
     @property
     def row_groups(self) -> int:

@@ -50,6 +50,27 @@ def charge(
     return Charge(most, steady)
 
 
+def with_digests(
+    found: Charge,
+    cache: CacheManager,
+    method: SparseMethod,
+    prompt_len: int,
+    output_tokens: int,
+    budget: int | None,
+) -> Charge:
+    """The same request when it keeps digests of all that it may evict.
+
+    Those of one eviction when the prompt ends take less than it frees, but for a page per row.
+    """
+    total = prompt_len + output_tokens
+    if budget is None or total <= budget:
+        return found
+    extra = cache.digest_pages(total - budget)
+    steady = found.steady + extra
+    before = extra if method.prefill_block() is not None else cache.digest_pages(1)
+    return Charge(max(found.most + before, steady), steady)
+
+
 def fitting(cache: CacheManager, one: Charge) -> int:
     """How many requests of this charge run at once: one in prefill, all others decoding."""
     room = cache.total_pages() - one.most
@@ -82,7 +103,9 @@ class Ticket:
         request = self.request
         if self.replays or request.in_prefill:
             return False
-        return request.computed == len(request.tokens) - 1 or self.method.traits.decode_hooks
+        if request.computed == len(request.tokens) - 1:
+            return True
+        return self.method.traits.decode_hooks or request.sparse.digests
 
     @property
     def awaits_last(self) -> bool:
@@ -221,7 +244,9 @@ class Admission:
 
     def _charge(self, request: Request, output_tokens: int) -> Charge:
         method = self.methods[request.method]
-        return charge(self.cache, method, request.prompt_len, output_tokens, request.budget)
+        shape = request.prompt_len, output_tokens, request.budget
+        found = charge(self.cache, method, *shape)
+        return with_digests(found, self.cache, method, *shape) if request.sparse.digests else found
 
     def _output_tokens(self, request: Request) -> int:
         """Output that is paid for in advance."""

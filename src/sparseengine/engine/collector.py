@@ -120,7 +120,7 @@ class Collector:
                 finish = finish if stop is None else Finish("stop", stop)
             completion.text = text.text
         completion.finish_reason, completion.stop_reason = finish
-        completion.sparse = self.controller.recorder.result(request.id)
+        completion.sparse = self.controller.sparse_output(request)
         self._note_kv(family, request)
         self.runner.forget(request.id)
         self.counters[f"finished_{finish.reason}"] += 1

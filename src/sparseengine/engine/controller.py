@@ -12,12 +12,13 @@ from torch import Tensor
 
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep, SparseMethod
-from sparseengine.core.plan import Chunk, Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import BlockMask, Keep, Selection
+from sparseengine.engine.digests import DigestReader
 from sparseengine.engine.faults import attempt, blame
-from sparseengine.engine.record import Recorder
+from sparseengine.engine.record import Recorder, SparseOutput
 from sparseengine.errors import UnsupportedError
 
 
@@ -56,6 +57,8 @@ class Controller:
         self.methods = methods
         self.patterns = {} if patterns is None else patterns
         self.recorder = Recorder(model, cache)
+        self.digests = DigestReader(model, cache)
+        self._digesting: tuple[int, ...] = ()
         self._plan: StepPlan | None = None
         self._parts: list[_Part] = []
         self._patterned: list[tuple[int, PrefillPattern]] = []
@@ -94,6 +97,11 @@ class Controller:
         if masks and self.recorder.is_recording(at.plan):
             self.recorder.on_masks(at, masks)
         return masks
+
+    def add_digests(self, at: LayerStep, out: Tensor) -> Tensor:
+        """Let decodes attend to the digests that their requests keep."""
+        self._split(at.plan)
+        return self.digests.read(at, out, self._digesting) if self._digesting else out
 
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
@@ -161,8 +169,17 @@ class Controller:
 
     def forget(self, request_id: int) -> None:
         """The request ended or was preempted."""
+        self.digests.forget(request_id)
         for method in self.methods.values():
             attempt(partial(method.forget, request_id))
+
+    def sparse_output(self, request: Request) -> SparseOutput | None:
+        """What a request that ends asked to know; None if it asked for nothing."""
+        out = self.recorder.result(request.id)
+        if request.sparse.dropped_mass:
+            out = out or self.recorder.blank(request)
+            out.dropped_mass = self.digests.result(request)
+        return out
 
     def _apply(self, keeps: Sequence[Keep]) -> None:
         if keeps:
@@ -184,6 +201,7 @@ class Controller:
                 if chunk.purpose is Purpose.DECODE:
                     part.decodes.append(i)
             self._plan, self._parts, self._order = plan, list(parts.values()), {}
+            self._digesting = self.digests.chunks(plan)
             self._patterned = [
                 (i, self.patterns[chunk.request.prefill])
                 for i, chunk in enumerate(plan.chunks)

@@ -112,12 +112,14 @@ class DecodeGraphs:
     def key(self, plan: StepPlan, draws: Draws = "greedy") -> Key | None:
         """The graph that runs this reserved step, or None: it has to run eagerly.
 
-        Eager are steps with prompts, with a request that is recorded, of several methods of which
-        one acts while decoding, and of models with recurrent states.
+        Eager are steps with prompts, with a request that is recorded or keeps digests, of several
+        methods of which one acts while decoding, and of models with recurrent states.
         """
         if self._has_states or any(c.purpose is not Purpose.DECODE for c in plan.chunks):
             return None
-        if len(plan.chunks) > self.rows[-1] or any(c.request.sparse.record for c in plan.chunks):
+        if len(plan.chunks) > self.rows[-1]:
+            return None
+        if any(c.request.sparse.record or c.request.sparse.digests for c in plan.chunks):
             return None
         names = {c.request.method for c in plan.chunks}
         longest = self.cache.longest_rows()

@@ -62,7 +62,7 @@ class CompletionOutput:
     """One of the n completions of a request.
 
     `token_ids` holds every token that was sampled, also those of which a stop string cut off text.
-    `sparse` is filled with `SparseParams(record=True)`.
+    `sparse` is filled with `SparseParams(record=True)` or `dropped_mass=True`.
     """
 
     index: int

@@ -15,6 +15,7 @@ from sparseengine.core.params import DENSE_PREFILL
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
 from sparseengine.core.view import BlockMask, Keep, Selection
+from sparseengine.engine.digests import DroppedMass
 
 Positions = NDArray[np.int64]
 
@@ -49,6 +50,8 @@ class SparseOutput:
     decode step; a layer is missing in `reads[i].positions` when everything stored was read.
     `prefill_density`: of the pairs of a block of queries and a block of keys before it, the part
     that was read, over layers and prompt chunks with a pattern; None: there was none.
+    `dropped_mass`: one estimate per decode step, of requests that ask for it. Those that ask for
+    nothing else have neither `retained` nor `reads`.
     """
 
     method: str
@@ -59,6 +62,7 @@ class SparseOutput:
     reads: list[Read] = field(default_factory=list)
     prefill: str = DENSE_PREFILL
     prefill_density: float | None = None
+    dropped_mass: list[DroppedMass] | None = None
 
     @property
     def bytes_read_per_step(self) -> list[int]:
@@ -213,15 +217,23 @@ class Recorder:
             empty = np.zeros(0, dtype=np.int64)
             specs = self._model.layers
             rows = {la: [empty] * specs[la].kv_heads for la in self._model.kv_layers}
-            out = SparseOutput(
-                request.sparse.method,
-                request.budget,
-                request.prompt_len,
-                0,
-                prefill=request.sparse.prefill,
-            )
-            self._entries[request.id] = _Entry(rows, out)
+            self._entries[request.id] = _Entry(rows, self._new_output(request, 0))
         return self._entries[request.id]
+
+    def blank(self, request: Request) -> SparseOutput:
+        """The facts about a request that was not recorded."""
+        resident = self._cache.usage(request.id).bytes if request.computed else 0
+        return self._new_output(request, resident)
+
+    @staticmethod
+    def _new_output(request: Request, resident_bytes: int) -> SparseOutput:
+        return SparseOutput(
+            request.sparse.method,
+            request.budget,
+            request.prompt_len,
+            resident_bytes,
+            prefill=request.sparse.prefill,
+        )
 
     @staticmethod
     def _rows_now(entry: _Entry, layer: int, spec: LayerSpec, chunk: Chunk) -> list[Positions]:

@@ -80,10 +80,23 @@ def resolve_budget(
 ) -> int | None:
     """Tokens per row for a prompt: the budget, else max(1, int(ratio * prompt_len)).
 
-    A request that gives neither gets the method's default. None for methods that take no budget;
+    A request that gives neither gets the method's default, or with an error target, whose ceiling
+    the budget is, the whole prompt. None for methods that take no budget;
     giving them one raises `RequestError`.
     """
     name = method_class.name
+    for field_name in ("dropped_mass", "compensate"):
+        if getattr(sparse, field_name) and method_class.traits.family != "eviction":
+            raise RequestError(
+                f"{field_name}=True is not allowed with method {name!r}, which evicts nothing; "
+                "leave it out or name a method that evicts"
+            )
+    if sparse.kv_error is not None and not getattr(method_class, "targets_error", False):
+        able = [n for n in METHODS if getattr(METHODS.get(n), "targets_error", False)]
+        raise RequestError(
+            f"kv_error={sparse.kv_error} is not possible with method {name!r}, which does not "
+            f"measure attention; give a budget or ratio, or name one of {', '.join(able)}"
+        )
     if method_class.traits.takes == "none":
         for field_name in ("budget", "ratio"):
             value = getattr(sparse, field_name)
@@ -96,6 +109,8 @@ def resolve_budget(
     if sparse.budget is not None:
         return sparse.budget
     ratio = sparse.ratio
+    if ratio is None and sparse.kv_error is not None:
+        return prompt_len
     if ratio is None:
         budget: int | None = getattr(method_class, "default_budget", None)
         ratio = getattr(method_class, "default_ratio", None)

@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_MARGIN = 1 - 1e-4  # of an error target: fp32 softmaxes are that exact
+
 
 def top_mask(scores: Tensor, count: int | Tensor, most: int | None = None) -> Tensor:
     """True at the `count` largest scores along the last axis; ties go to the smaller position.
@@ -33,6 +35,20 @@ def top_mask(scores: Tensor, count: int | Tensor, most: int | None = None) -> Te
     ties = scores == least
     room = wanted - above.sum(-1, keepdim=True)
     return above | (ties & (ties.cumsum(-1) <= room))
+
+
+def tokens_for_error(scores: Tensor, masses: Tensor, error: float, page_size: int) -> Tensor:
+    """Fewest tokens of each row, taken by score, whose left-out rest has a mass of at most `error`.
+
+    scores, masses: fp32 [..., L]; ties as in `top_mask`. Rounded up to whole pages, beyond L maybe.
+    With kept mass m, an attention output changes by at most 2 (1 - m) max |v|. Sums in fp64, and a
+    margin covers the rounding of the masses themselves. Returns int64 [...].
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    ranked = masses.double().gather(-1, order)
+    left = ranked.flip(-1).cumsum(-1).flip(-1)  # mass of this token and of all behind it
+    needed = (left > error * _MARGIN).sum(-1)
+    return -(-needed // page_size) * page_size
 
 
 def split_protected(budget: int, sink: int, recent: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Per, Ragged
 from sparseengine.core.view import Keep, Selection
 from sparseengine.methods.allocate import Allocation
-from sparseengine.methods.budgets import protect, split_protected, top_mask
+from sparseengine.methods.budgets import protect, split_protected, tokens_for_error, top_mask
 from sparseengine.methods.knobs import MethodConfig, knob
 
 DENSE_DOC = "first layers of the model that retain and read everything"
@@ -109,11 +109,15 @@ class EvictionConfig(MethodConfig):
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths."""
+    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths.
+
+    counts: int64 [H] tokens to retain where the request names an error instead of a budget.
+    """
 
     scores: Tensor
     lens: tuple[int, ...]
     budget: int
+    counts: Tensor | None = None
 
 
 class EvictionMethod(Method):
@@ -131,6 +135,7 @@ class EvictionMethod(Method):
     keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
     stored_score: ClassVar[str] = "eviction_score"  # side tensor of scores, for a later `shrink`
     allocation: Allocation | None = None  # how rows share their budgets; None: the method's own way
+    targets_error: ClassVar[bool] = False  # whether `masses` says what a choice would lose
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
@@ -138,6 +143,13 @@ class EvictionMethod(Method):
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Importance of each slot of a chunk's rows: fp32 [H, Lmax], H = 1 or kv_heads."""
+        raise NotImplementedError
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """Attention paid to each slot, the mean over queries and a head's group: fp32 [Hkv, L].
+
+        A row sums to 1. Needed for error targets alone.
+        """
         raise NotImplementedError
 
     def watch(self, at: LayerStep, chunk: int) -> None:
@@ -174,7 +186,7 @@ class EvictionMethod(Method):
                 continue
             # Rows that share a budget may be shorter than it; together they are not.
             longest = max(at.lens(i)) if self.allocation is None else chunk.stop
-            if longest > budget:
+            if longest > budget or chunk.request.sparse.kv_error is not None:
                 self.note(at, i, budget)
 
     def why_not(self, allocation: Allocation) -> str | None:
@@ -189,6 +201,9 @@ class EvictionMethod(Method):
         lens, request = at.lens(chunk), at.plan.chunks[chunk].request
         own = self.layer_budget(at.layer, max(lens), budget)
         found = _Pending(self.score(at, chunk).float(), lens, own)
+        if request.sparse.kv_error is not None:
+            counts = self._counts(at, chunk, found, request.sparse.kv_error)
+            found = replace(found, counts=counts)
         self._pending.setdefault(request.id, {})[at.layer] = found
         if self._stores_scores():
             score = torch.where(found.scores == 0, -_TINY, found.scores)  # 0 is: never scored
@@ -201,8 +216,23 @@ class EvictionMethod(Method):
         own = self.aux()
         if not self._stores_scores() or any(a.name == self.stored_score for a in own):
             return own
-        # Not `rewritten`: scores are stored at the end of a prompt, before anybody shares its pages.
+        # Not `rewritten`: scores are stored when a prompt ends, before anybody shares its pages.
         return (*own, AuxSpec(name=self.stored_score, per=Per.SLOT))
+
+    def _counts(self, at: LayerStep, chunk: int, found: _Pending, error: float) -> Tensor:
+        """Fewest best tokens of each row that leave out at most `error` of its attention.
+
+        Whole pages, for the rest of a page costs nothing; at most the budget. int64 [Hkv].
+        """
+        masses = self.masses(at, chunk)
+        rows = _expand(found.lens, len(masses))
+        lens = upload(np.array(rows, np.int64), masses.device)
+        if error == 0:
+            return lens.clamp(max=found.budget)
+        shielded = protect(found.scores, lens, *self.protected(found.budget))
+        return tokens_for_error(shielded, masses, error, self.page_size).clamp(
+            max=lens.clamp(max=found.budget)
+        )
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
@@ -216,11 +246,23 @@ class EvictionMethod(Method):
                 )
             ]
         batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        keeps: list[Keep] = []
         for chunk in plan.chunks:
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
+                if found.counts is not None:
+                    keeps.append(self._choose_counted(chunk.request.id, layer, found, found.counts))
+                    continue
                 key = (found.scores.shape, found.budget)
                 batches.setdefault(key, []).append((chunk.request.id, layer, found))
-        return self._choose(batches)
+        return keeps + self._choose(batches)
+
+    def _choose_counted(self, request: int, layer: int, found: _Pending, counts: Tensor) -> Keep:
+        """The best `counts` [H] tokens of each row."""
+        rows = _expand(found.lens, len(found.scores))
+        lens = upload(np.array(rows, np.int64), found.scores.device)
+        shielded = protect(found.scores, lens, *self.protected(found.budget))
+        masks = top_mask(shielded, counts).unbind(0)
+        return Keep(request, layer, tuple(m[:n] for m, n in zip(masks, rows, strict=True)))
 
     def _choose(
         self, batches: Mapping[tuple[torch.Size, int], list[tuple[int, int, _Pending]]]

@@ -57,6 +57,7 @@ class SnapKV(EvictionMethod):
 
     name = "snapkv"
     config_class = SnapKVConfig
+    targets_error = True
     traits = Traits(family="eviction", sharing="chain", takes="retained", query_aware=True)
 
     def aux(self) -> tuple[AuxSpec, ...]:
@@ -87,15 +88,23 @@ class SnapKV(EvictionMethod):
             new = torch.cat((ring[len(new) :], new))
         ring.copy_(new)
 
-    def score(self, at: LayerStep, chunk: int) -> Tensor:
-        """Pooled mean attention of the window on each key: fp32 [Hkv, L]."""
+    def _attention(self, at: LayerStep, chunk: int) -> Tensor:
+        """Mean attention of the window's queries on each key: fp32 [Hq, L]."""
         seen = min(self.config.window, at.plan.chunks[chunk].stop)
         queries = at.request_aux(self._ring, chunk)[-seen:]
-        mass = at.scores(chunk, queries) / seen  # [Hq, L]
+        mass: Tensor = at.scores(chunk, queries) / seen
+        return mass
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        return self._attention(at, chunk).view(at.spec.kv_heads, at.spec.group_size, -1).mean(1)
+
+    def score(self, at: LayerStep, chunk: int) -> Tensor:
+        """Pooled mean attention of the window on each key: fp32 [Hkv, L]."""
+        mass = self._attention(at, chunk)
         lens = at.table()[1][chunk]  # [G], on the device: no wait
         slot = torch.arange(mass.shape[1], device=mass.device)
         before = slot < (lens - self.config.window)[:, None]  # [G, L]
-        grouped = mass.unflatten(0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]
+        grouped = torch.unflatten(mass, 0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]
         return torch.where(before, self._pool(grouped).mean(1), 0.0)
 
     def _pool(self, mass: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Body(BaseModel):
 
 
 class SparseFields(BaseModel):
-    """`extra_body: {"sparse": ...}`: method, budget or ratio, record; the rest are its knobs."""
+    """`extra_body: {"sparse": ...}`: fields of `SparseParams`; the rest are the method's knobs."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
