@@ -18,6 +18,7 @@ from contract.driver import Driver, make
 from contract.reads import drive, mark, random_layer, spec_of
 from contract.toy import VOCAB, Toy, toy_spec
 from fixtures.engines import save_checkpoint
+from fixtures.tiny_latent import save_latent
 from sparseengine.cli.main import main
 from sparseengine.config import config_from_kwargs
 from sparseengine.core.params import SamplingParams, SparseParams
@@ -331,3 +332,29 @@ def test_fingerprints_tell_models_apart_and_copies_not(
     source = open_model(config_from_kwargs(model=models[0]).model)
     with pytest.raises(ConfigError, match="cannot read"):
         fingerprint(replace(source, shards=(file,)))
+
+
+def test_latent_layers_are_calibrated_where_a_method_acts_on_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model without a tokenizer reads random tokens; one without heads has none to tell apart."""
+    shape = str(save_latent(tmp_path / "mla", "deepseek_v2"))
+    model = ["--load-format", "dummy", "--hf-config", shape]
+    args = ["--input-len", "64", "--num-texts", "1", "--sparse-config", '{"dense_layers": 0}']
+    out = tmp_path / "c.json"
+    args += ["--method", "double_sparsity", "--output", str(out)]
+    assert main(["calibrate", *model, *args, *SMALL]) == 0
+    assert json.loads(capsys.readouterr().out)["source"] == "random tokens"
+    knobs = {"dense_layers": 0, "calibration": str(out)}
+    engine = {"sparse_method": "double_sparsity", "sparse_config": knobs, "kv_budget": 16}
+    with LLM(
+        load_format="dummy", hf_config=shape, **engine, kv_cache_memory_bytes="8MiB", quiet=True
+    ) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        (output,) = llm.generate([list(range(3, 73))], greedy, use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 4
+    for name in ("duo_attention", "expected_attention"):
+        refused = tmp_path / f"{name}.json"
+        assert main(["calibrate", *model, "--method", name, "--output", str(refused), *SMALL]) == 2
+        assert "acts on layers of kind FULL" in capsys.readouterr().err
+        assert not refused.exists()

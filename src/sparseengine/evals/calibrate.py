@@ -30,7 +30,13 @@ if TYPE_CHECKING:
     from sparseengine.llm import LLM
     from sparseengine.methods.calibration import Calibrator
 
-_SPARSE = ("sparse.method", "sparse.budget", "sparse.enable_methods")
+_SPARSE = (
+    "sparse.method",
+    "sparse.budget",
+    "sparse.enable_methods",
+    "sparse.prefill",
+    "sparse.prefill_knobs",
+)
 _SHORTEST = 32
 
 
@@ -62,7 +68,7 @@ class Calibrate:
 
     def run(self, args: argparse.Namespace) -> int:
         from sparseengine.llm import LLM
-        from sparseengine.methods import METHODS
+        from sparseengine.methods import METHODS, check_model
         from sparseengine.methods.calibration import CALIBRATORS, Reading, write_calibration
 
         method = METHODS.canonical(args.method)
@@ -78,20 +84,23 @@ class Calibrate:
         dense = METHODS.canonical(default_of("sparse.method"))
         config = engine_config(args, sparse_method=dense)
         knobs = dict(config.sparse.knobs)
-        config = config.with_values({"sparse.knobs": {}})
+        config = config.with_values(
+            {"sparse.knobs": {}, "sparse.budget": None, "sparse.ratio": None}
+        )
         try:
             settings = METHODS.get(method).config_class.from_knobs(method, knobs)
         except RequestError as error:
             raise ConfigError(f"--sparse-config: {error}") from None
         run = {"texts": args.num_texts, "tokens": args.input_len, "budget": budget}
         with LLM.from_config(config, quiet=True) as llm:
+            model = llm.resolved.spec
+            check_model(METHODS.get(method)(settings, model), model)
             reading = Reading(length=args.input_len, budget=budget, settings=settings)
-            calibrator = CALIBRATORS.get(method)(reading, llm.resolved.spec)
+            calibrator = CALIBRATORS.get(method)(reading, model)
             pieces = texts_for(llm, args, repeats=calibrator.repeats)
             note(f"reading {len(pieces)} texts of {args.input_len:,} tokens ...")
             watch(llm, dense, calibrator, pieces)
             data, figures = calibrator.result()
-            model = llm.resolved.spec
             source = "random tokens" if llm.tokenizer is None else args.text or "documentation"
             run |= {"source": source, "seed": config.model.seed, **figures}
             write_calibration(output, method, llm.resolved.source.name, model, run, data)
