@@ -206,6 +206,24 @@ def test_sparse_parameters_ride_in_extra_body(client: openai.OpenAI) -> None:
     assert found.usage.prompt_tokens > 40
 
 
+def test_stages_ride_in_extra_body(client: openai.OpenAI) -> None:
+    """Rows differ in length, and their pages are what rows of the budget would take."""
+    stages = {"method": "snapkv", "budget": 48, "allocate": "page_quanta", "record": True}
+    found = client.completions.create(
+        model="tiny",
+        prompt="the quick brown fox jumps over the lazy dog " * 5,
+        max_tokens=2,
+        extra_body={"sparse": {**stages, "allocate_scope": "model"}},
+    )
+    positions = found.choices[0].model_extra["sparse"]["retained"][0]["positions"]
+    rows = [len(row) for layer in positions.values() for row in layer]
+    assert found.usage.prompt_tokens > 60
+    assert sum(-(-n // 16) for n in rows) == 3 * len(rows)
+
+
+READ = {"dense_layers": 0}
+
+
 @pytest.mark.parametrize(
     ("sparse", "word"),
     [
@@ -217,6 +235,9 @@ def test_sparse_parameters_ride_in_extra_body(client: openai.OpenAI) -> None:
         ({"method": "snapkv", "budget": 16, "windo": 4}, "windo"),
         ({"method": "snapkv", "budget": "16"}, "budget"),
         ({"method": "full", "budget": 16}, "full"),
+        ({"method": "snapkv", "allocate": "pages"}, "page_quanta"),
+        ({"method": "snapkv", "select": "quest", "select_config": READ}, "side tensors"),
+        ({"method": "snapkv", "select": "streaming_llm"}, "does not select"),
         ({"prefill": "no_such"}, "no_such"),
         ({"prefill": 3}, "prefill"),
     ],

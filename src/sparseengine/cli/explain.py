@@ -127,18 +127,25 @@ def _method(method: Mapping[str, Any]) -> str:
     demand = method["demand"]
     traits = method["traits"]
     knobs = ", ".join(f"{k}={v}" for k, v in method["config"].items()) or "none"
-    budget = demand["budget_tokens"]
+    budget, stages = demand["budget_tokens"], method["pipeline"]
     return "\n".join(
         [
             f"method {method['name']}{' (default)' if method['default'] else ''}: "
             f"{traits['family']}, prefill {traits['prefill_policy']}, "
             f"sharing {traits['sharing']}",
+            *([f"  stages: {' | '.join(map(_stage, stages))}"] if len(stages) > 1 else []),
             f"  knobs: {knobs}",
             f"  a request of {demand['prompt_tokens']:,} + {demand['max_tokens']:,} tokens: "
             f"budget {'none' if budget is None else f'{budget:,}'}, peak "
             f"{demand['peak_tokens']:,}, steady {demand['steady_tokens']:,} tokens per row",
         ]
     )
+
+
+def _stage(stage: Mapping[str, Any]) -> str:
+    """A stage of a pipeline, as in `page_quanta (model)` or `quest (1,024 tokens)`."""
+    more = stage.get("scope") or (f"{stage['tokens']:,} tokens" if "tokens" in stage else "")
+    return f"{stage['name']} ({more})" if more else str(stage["name"])
 
 
 def _prefill(pattern: Mapping[str, Any]) -> str:

@@ -232,7 +232,8 @@ class SparseParams:
 
     `budget` is in tokens per row; `ratio` is the fraction of the prompt that is KEPT (kvpress'
     compression_ratio is the fraction removed). Give at most one. `knobs` are fields of the method's
-    Config and are checked when the request is resolved. `prefill` names the pattern that prompts
+    Config, and further stages of a pipeline (`allocate`, `select`, ...: docs/compose.md); they are
+    checked when the request is resolved. `prefill` names the pattern that prompts
     are prefilled with ("dense": every query reads all keys before it), whatever the method is;
     `prefill_config` are the pattern's knobs. `record=True` returns what was kept and
     read in `RequestOutput.outputs[i].sparse` (slow: it copies decisions to the host).
