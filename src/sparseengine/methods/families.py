@@ -143,6 +143,10 @@ class EvictionMethod(Method):
         """Tokens that a layer's rows of `length` tokens retain; override `demand` with it."""
         return budget
 
+    def target(self, chunk: Chunk, budget: int) -> int:
+        """Tokens that a row retains after this prompt chunk, if it is due."""
+        return budget
+
     def is_due(self, chunk: Chunk) -> bool:
         """Whether this prompt chunk is followed by an eviction.
 
@@ -164,6 +168,7 @@ class EvictionMethod(Method):
             budget = chunk.request.budget
             if budget is None or not self.is_due(chunk):
                 continue
+            budget = self.target(chunk, budget)
             if max(at.lens(i)) > budget:
                 self.note(at, i, budget)
 
