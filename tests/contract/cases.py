@@ -12,6 +12,7 @@ class Case(NamedTuple):
     knobs: dict[str, Any]
     budget: int | None = 20
     refused: tuple[str, ...] = ()  # layer mixes it cannot run on
+    prefixes: bool = True  # whether prompts of several lengths may go on from one prefix
 
 
 READ = {"select": "quest", "select_tokens": 12, "select_config": {"dense_layers": 0}}
@@ -35,6 +36,9 @@ CASES = {
     "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
     "expected_attention": Case("expected_attention", {"sink": 2}, refused=("latent",)),
     "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
+    "snapkv_blocks": Case(
+        "snapkv", {"window": 4, "kernel": 3, "sink": 2, "block_tokens": 16}, prefixes=False
+    ),
     "pyramidkv": Case("pyramidkv", {"window": 6, "kernel": 3, "sink": 2}),
     "tova": Case("tova", {}),
     "tova_bursts": Case("tova", {"sink": 2, "burst": 3}),

@@ -101,6 +101,39 @@ def snapkv_scores(
     return out
 
 
+def snapkv_blocks(
+    q: Tensor, k: Tensor, budget: int, block: int, window: int, kernel: int, sink: int
+) -> Rows:
+    """Block by block: its own last queries choose among its tokens; earlier survivors are safe."""
+    length, group, out = len(k), q.shape[1] // k.shape[1], []
+    for h in _heads(k):
+        row: list[int] = []
+        for first in range(0, length, block):
+            stop = min(first + block, length)
+            row += range(first, stop)
+            share = max(1, budget * stop // length) if length > budget else budget
+            if len(row) <= share:
+                continue
+            mean = [0.0] * len(row)
+            for g in range(h * group, h * group + group):
+                paid = [0.0] * len(row)
+                for t in range(max(0, stop - window), stop):
+                    seen = [j for j in row if j <= t]
+                    logits = k[seen, h].double() @ q[t, g].double() / k.shape[2] ** 0.5
+                    for i, p in enumerate(logits.softmax(0).tolist()):
+                        if first <= seen[i] and i < len(row) - window:
+                            paid[i] += p / min(window, stop)
+                half = kernel // 2
+                for i, j in enumerate(row):
+                    if j >= first and i < len(row) - window:
+                        mean[i] += max(paid[max(0, i - half) : i + half + 1]) / group
+            score = [1e9 if j < first else x for j, x in zip(row, mean, strict=True)]
+            (chosen,) = evict([score], share, sink, window)
+            row = [row[i] for i in chosen]
+        out.append(row)
+    return out
+
+
 def rkv_scores(
     q: Tensor, k: Tensor, keys: Sequence[int], window: int, kernel: int, weight: float
 ) -> list[float]:

@@ -83,6 +83,11 @@ SCORED: dict[str, tuple[str, dict[str, Any], Oracle]] = {
         {"window": 8, "kernel": 5, "sink": 3},
         lambda q, k, b: oracles.evict(oracles.snapkv_scores(q, k, 8, 5), b, 3, 8),
     ),
+    "snapkv_blocks": (
+        "snapkv",
+        {"window": 3, "kernel": 3, "sink": 2, "block_tokens": 12},
+        lambda q, k, b: oracles.snapkv_blocks(q, k, b, 12, 3, 3, 2),
+    ),
     "snapkv_avg": (
         "snapkv",
         {"window": 8, "kernel": 5, "sink": 0, "pooling": "avg"},

@@ -70,6 +70,8 @@ def test_an_unknown_knob_names_the_nearest(name: str) -> None:
         ("knorm", {"skip_layers": [0, -1]}, "skip_layers"),
         ("knorm", {"skip_layers": 3}, "a list of integers"),
         ("quest", {"min_pages": 0}, "min_pages=0"),
+        ("snapkv", {"block_tokens": 31}, "at least window=32"),
+        ("pyramidkv", {"block_tokens": 64}, "it must be 0"),
     ],
 )
 def test_bad_knobs_say_what_is_allowed(name: str, knobs: dict[str, Any], message: str) -> None:

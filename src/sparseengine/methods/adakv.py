@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from sparseengine.cache.tensors import upload
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import StepPlan
+from sparseengine.core.plan import Chunk, StepPlan
 from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
@@ -115,6 +115,9 @@ class AdaKV(EvictionMethod):
 
     def prefill_block(self) -> int | None:
         return self.scorer.prefill_block()
+
+    def target(self, chunk: Chunk, budget: int) -> int:
+        return self.scorer.target(chunk, budget)
 
     def can_rescore(self) -> bool:
         return self.scorer.can_rescore()

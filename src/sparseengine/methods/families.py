@@ -163,6 +163,10 @@ class EvictionMethod(Method):
         """Tokens that a layer's rows of `length` tokens retain; override `demand` with it."""
         return budget
 
+    def target(self, chunk: Chunk, budget: int) -> int:
+        """Tokens that a row retains after this prompt chunk, if it is due."""
+        return budget
+
     def is_due(self, chunk: Chunk) -> bool:
         """Whether this prompt chunk is followed by an eviction.
 
@@ -184,6 +188,7 @@ class EvictionMethod(Method):
             budget = chunk.request.budget
             if budget is None or not self.is_due(chunk):
                 continue
+            budget = self.target(chunk, budget)
             # Rows that share a budget may be shorter than it; together they are not.
             longest = max(at.lens(i)) if self.allocation is None else chunk.stop
             if longest > budget or chunk.request.sparse.kv_error is not None:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from sparseengine.core.plan import Demand
+from sparseengine.errors import RequestError
 from sparseengine.methods.budgets import exact_pyramid, is_flat_pyramid, pyramid_ends
 from sparseengine.methods.knobs import knob
 from sparseengine.methods.snapkv import SnapKV, SnapKVConfig
@@ -34,6 +35,14 @@ class PyramidKVConfig(SnapKVConfig):
             "kvpress": {"window": 64, "kernel": 5, "pooling": "avg", "sink": 0, "form": "kvpress"},
         }
     )
+
+    def __post_init__(self) -> None:
+        SnapKVConfig.__post_init__(self)
+        if self.block_tokens:
+            raise RequestError(
+                f"sparse knob block_tokens={self.block_tokens} is not allowed; it must be 0: the "
+                "pyramid is built over whole prompts"
+            )
 
 
 class PyramidKV(SnapKV):

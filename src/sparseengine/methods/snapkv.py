@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from sparseengine.core.method import LayerStep, Traits
+from sparseengine.core.plan import Chunk
 from sparseengine.core.specs import AuxSpec, Per
 from sparseengine.errors import RequestError
 from sparseengine.methods.budgets import split_protected
@@ -28,6 +29,13 @@ class SnapKVConfig(MethodConfig):
     kernel: int = knob(7, "width of the pooling over positions; odd, 1 is none", low=1, high=1023)
     pooling: str = knob("max", "how neighbours are pooled", choices=("max", "avg"))
     sink: int = knob(4, "first tokens of the prompt that are always retained", low=0, high=1 << 20)
+    block_tokens: int = knob(
+        0,
+        "chunk-local: after every block of this many prompt tokens, choose among its tokens by its "
+        "own last queries, once and for all, which bounds memory; 0 chooses when the prompt ends",
+        low=0,
+        high=1 << 20,
+    )
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
         {
@@ -43,10 +51,20 @@ class SnapKVConfig(MethodConfig):
         MethodConfig.__post_init__(self)
         if self.kernel % 2 == 0:
             raise RequestError(f"sparse knob kernel={self.kernel} is not allowed; it must be odd")
+        if 0 < self.block_tokens < self.window:
+            raise RequestError(
+                f"sparse knob block_tokens={self.block_tokens} is not allowed; it must be 0 or at "
+                f"least window={self.window}"
+            )
 
 
 class SnapKV(EvictionMethod):
     """Retains what the last `window` prompt queries attended to (arXiv:2404.14469).
+
+    Chunk-local with `block_tokens`: a row never holds more than the budget and a block, but only
+    the last block is chosen for the question. After each block the row keeps its part of the budget
+    (budget * tokens so far / prompt); survivors of earlier blocks are not judged again. So prompts
+    of several lengths keep different tokens of one prefix.
 
     One choice per KV head: fp32 softmax over all keys, mean over the window's queries, pooling over
     positions before the window, then the mean over the head's query group. Deviations: the authors
@@ -79,6 +97,16 @@ class SnapKV(EvictionMethod):
     def protected(self, budget: int) -> tuple[int, int]:
         return split_protected(budget, self.config.sink, self.config.window)
 
+    def prefill_block(self) -> int | None:
+        return self.config.block_tokens or None
+
+    def target(self, chunk: Chunk, budget: int) -> int:
+        """Chunk-local: the budget's part of the text so far, none of it for short prompts."""
+        length = chunk.request.prompt_len
+        if not self.config.block_tokens or length <= budget:
+            return budget
+        return max(1, budget * chunk.stop // length)
+
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Shift this chunk's queries into the ring, newest last."""
         lo, hi = at.span(chunk)
@@ -104,8 +132,14 @@ class SnapKV(EvictionMethod):
         lens = at.table()[1][chunk]  # [G], on the device: no wait
         slot = torch.arange(mass.shape[1], device=mass.device)
         before = slot < (lens - self.config.window)[:, None]  # [G, L]
-        grouped = torch.unflatten(mass, 0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]
-        return torch.where(before, self._pool(grouped).mean(1), 0.0)
+        block, stop = self.config.block_tokens, at.plan.chunks[chunk].stop
+        first = (
+            (lens - (stop - (stop - 1) // block * block))[:, None] if block else lens[:, None] * 0
+        )
+        judged = before & (slot >= first)
+        grouped = torch.unflatten(mass, 0, (at.spec.kv_heads, -1)) * judged[:, None]  # [Hkv, g, L]
+        found = torch.where(judged, self._pool(grouped).mean(1), 0.0)
+        return torch.where(slot < first, float("inf"), found)  # survivors of earlier blocks
 
     def _pool(self, mass: Tensor) -> Tensor:
         """Zeros past the window's start are what padding would be: mass is never negative."""
