@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,8 +73,8 @@ class SparseOutput:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that shares the lists of positions."""
-        entries = ("retained", "reads")
-        return _shallow(self) | {n: [_shallow(e) for e in getattr(self, n)] for n in entries}
+        found: dict[str, Any] = _plain(self)
+        return found
 
     def added_to(self, before: SparseOutput | None) -> SparseOutput:
         """The whole record, where this is what a `RecordReader` found new.
@@ -295,8 +295,13 @@ def _token_bytes(at: LayerStep) -> int:
     return sum(at.spec.stored_dims) * at.k.element_size()
 
 
-def _shallow(record: Any) -> dict[str, Any]:
-    return {f.name: getattr(record, f.name) for f in fields(record)}
+def _plain(value: Any) -> Any:
+    """Records and lists of records as mappings; lists of numbers, maybe long, as they are."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [_plain(v) for v in value]
+    return value
 
 
 def token_bytes(model: ModelSpec) -> int:
