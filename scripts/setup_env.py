@@ -15,6 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import browser
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 TORCH = "torch==2.13.0"
@@ -37,6 +39,8 @@ def main() -> int:
         install_torch(str(python))
         say("installing sparseengine and its tools")
         pip(str(python), "install", *QUIET, "--editable", ".[dev]")
+        if browser.install(str(python)) is None:  # the tests of /ui will say so, too
+            print(f"setup: {browser.MISSING}", file=sys.stderr)
     except subprocess.CalledProcessError as error:
         print(f"setup failed: {' '.join(map(str, error.cmd))}", file=sys.stderr)
         print("Python's venv and pip modules and a package index are needed.", file=sys.stderr)
@@ -59,7 +63,8 @@ def restart_with_newer_python() -> int:
 
 def fingerprint() -> str:
     """Changes when the dependencies, this script, the interpreter or the checkout's place does."""
-    parts = [(ROOT / "pyproject.toml").read_bytes(), Path(__file__).read_bytes()]
+    files = (ROOT / "pyproject.toml", Path(__file__), Path(browser.__file__))
+    parts = [f.read_bytes() for f in files]
     parts.append(f"{ROOT} {sys.version_info[:2]} {has_nvidia_gpu()}".encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

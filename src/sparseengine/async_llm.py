@@ -408,6 +408,8 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
         completion.logprobs = [*(completion.logprobs or ()), *delta.logprobs]
     if delta.prompt_logprobs is not None:
         output.prompt_logprobs = delta.prompt_logprobs
+    if delta.sparse is not None:
+        completion.sparse = delta.sparse.added_to(completion.sparse)
     if delta.finish_reason is not None:
         completion.finish_reason = delta.finish_reason
         completion.stop_reason = delta.stop_reason

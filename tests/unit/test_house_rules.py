@@ -93,6 +93,7 @@ def test_make_has_the_promised_targets() -> None:
 
 
 def test_setup_is_quick_when_nothing_changed(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
     setup = _script("setup_env")
     monkeypatch.setattr(setup, "VENV", tmp_path)
     (tmp_path / f".ready-{setup.fingerprint()}").touch()

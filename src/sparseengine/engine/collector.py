@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sparseengine.core.plan import Request
-from sparseengine.core.specs import ModelSpec
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.detokenize import Detokenizer
 from sparseengine.engine.outputs import (
@@ -21,6 +20,7 @@ from sparseengine.engine.outputs import (
     RequestOutput,
     Sample,
 )
+from sparseengine.engine.record import token_bytes
 from sparseengine.engine.runner import Runner
 
 
@@ -104,6 +104,7 @@ class Collector:
                 stop = text.push(sample.token)
                 finish = finish or (None if stop is None else Finish("stop", stop))
             completion.text = text.text
+        completion.sparse = self.controller.recorder.result(request.id)
         if finish is None and request.num_generated >= request.max_tokens:
             finish = Finish("length")
         self._changed[family.output.request_id] = family
@@ -174,12 +175,6 @@ class Collector:
     def _token_text(self, token: int) -> str:
         text: str = self.backend.decode([token], skip_special_tokens=False)
         return text
-
-
-def token_bytes(model: ModelSpec) -> int:
-    """Bytes that dense storage takes for a token, all layers together."""
-    layers = [model.layers[i] for i in model.kv_layers]
-    return sum(s.kv_heads * sum(s.stored_dims) for s in layers) * model.dtype.itemsize
 
 
 def new_family(

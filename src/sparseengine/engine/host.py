@@ -19,7 +19,6 @@ import torch
 from sparseengine.config import EngineConfig
 from sparseengine.engine.build import build_engine
 from sparseengine.engine.channel import Channel
-from sparseengine.engine.collector import token_bytes
 from sparseengine.engine.engine import Engine
 from sparseengine.engine.faults import attempt, describe, is_fatal, isolated_step
 from sparseengine.engine.messages import (
@@ -38,6 +37,7 @@ from sparseengine.engine.messages import (
     Stop,
 )
 from sparseengine.engine.outputs import RequestOutput
+from sparseengine.engine.record import RecordReader, token_bytes
 from sparseengine.errors import CapacityError, ConfigError, RequestError
 from sparseengine.resolve import Resolved, explain, resolve
 
@@ -56,6 +56,7 @@ class EngineHost:
         self._sent: dict[str, list[tuple[int, int]]] = {}  # tokens and characters already sent
         self._keys: dict[str, int] = {}
         self._methods: dict[str, str] = {}
+        self._readers: dict[tuple[str, int], RecordReader] = {}  # of requests that record
         self._unaccepted: set[str] = set()
         self._scored: set[str] = set()  # their prompt's log-probabilities are out
         self._stopping = False
@@ -183,7 +184,10 @@ class EngineHost:
             if not new and finish is None:
                 continue
             sent[i] = (len(completion.token_ids), len(completion.text)) if not finish else (-1, 0)
-            logprobs = completion.logprobs
+            logprobs, record = completion.logprobs, completion.sparse
+            at = (output.request_id, i)
+            if record is not None:
+                record = self._readers.setdefault(at, RecordReader()).news(record)
             delta = Delta(
                 key,
                 completion.index,
@@ -192,9 +196,11 @@ class EngineHost:
                 logprobs[tokens:] if logprobs else None,
                 finish,
                 completion.stop_reason,
-                sparse=completion.sparse.to_dict() if finish and completion.sparse else None,
+                sparse=record,
             )
             found.append(delta)
+            if finish:
+                self._readers.pop(at, None)
         if found and output.prompt_logprobs and output.request_id not in self._scored:
             self._scored.add(output.request_id)
             found[0] = found[0]._replace(prompt_logprobs=output.prompt_logprobs)

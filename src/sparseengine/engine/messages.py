@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.outputs import FinishReason, Logprobs, RequestMetrics
+from sparseengine.engine.record import SparseOutput
 
 # ── to the engine ─────────────────────────────────────────────────────────────────────────────────
 
@@ -88,8 +89,8 @@ class Rejected(NamedTuple):
 class Delta(NamedTuple):
     """What one completion gained in a step. The last one has a finish reason.
 
-    prompt_logprobs come with the request's first delta, metrics with its last one, sparse with each
-    completion's last one when the request records.
+    prompt_logprobs come with the request's first delta, metrics with its last one. sparse: of a
+    request that records, with the entries that are new (`SparseOutput.added_to` adds them up).
     """
 
     key: int
@@ -102,7 +103,7 @@ class Delta(NamedTuple):
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None
-    sparse: dict[str, Any] | None = None
+    sparse: SparseOutput | None = None
     is_last: bool = False  # the request's last delta
 
 

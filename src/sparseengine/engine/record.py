@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from sparseengine.core.view import BlockMask, Keep, Selection
 from sparseengine.engine.digests import DroppedMass
 
 Positions = NDArray[np.int64]
+MAX_POSITIONS = 1 << 22  # in one record: some 25 MB of JSON
 
 
 @dataclass(slots=True)
@@ -52,6 +53,9 @@ class SparseOutput:
     that was read, over layers and prompt chunks with a pattern; None: there was none.
     `dropped_mass`: one estimate per decode step, of requests that ask for it. Those that ask for
     nothing else have neither `retained` nor `reads`.
+    `dense_bytes`: what dense storage of the same tokens would hold. `windows`: tokens that layers
+    with a window hold at most, by layer. `truncated`: `retained` and `reads` end early, at
+    `MAX_POSITIONS`; the numbers beside them go on.
     """
 
     method: str
@@ -63,13 +67,50 @@ class SparseOutput:
     prefill: str = DENSE_PREFILL
     prefill_density: float | None = None
     dropped_mass: list[DroppedMass] | None = None
+    dense_bytes: int = 0
+    windows: dict[int, int] = field(default_factory=dict)
+    truncated: bool = False
 
     @property
     def bytes_read_per_step(self) -> list[int]:
         return [r.bytes_read for r in self.reads]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Plain data that shares the lists of positions."""
+        found: dict[str, Any] = _plain(self)
+        return found
+
+    def added_to(self, before: SparseOutput | None) -> SparseOutput:
+        """The whole record, where this is what a `RecordReader` found new.
+
+        A prompt that ends (again) starts the lists anew. The lists of `before` are used up.
+        """
+        if before is None or (self.retained and self.retained[0].event == "prefill"):
+            return self
+        before.retained += self.retained
+        before.reads += self.reads
+        return replace(self, retained=before.retained, reads=before.reads)
+
+
+@dataclass(slots=True)
+class RecordReader:
+    """Follows one growing record: each call returns what is new since the last one."""
+
+    retained: int = 0
+    reads: int = 0
+    last: Retained | None = None
+
+    def news(self, record: SparseOutput) -> SparseOutput:
+        """The record with the new entries alone."""
+        seen = record.retained[: self.retained]
+        if self.last is not None and (not seen or seen[-1] is not self.last):
+            self.retained = self.reads = 0  # replayed or resumed: the record has begun anew
+        found = replace(
+            record, retained=record.retained[self.retained :], reads=record.reads[self.reads :]
+        )
+        self.retained, self.reads = len(record.retained), len(record.reads)
+        self.last = record.retained[-1] if record.retained else None
+        return found
 
 
 @dataclass(slots=True)
@@ -82,6 +123,13 @@ class _Entry:
     reading: dict[int, list[list[int]]] = field(default_factory=dict)
     bytes_read: int = 0
     blocks: tuple[int, int] = (0, 0)  # of keys for queries: those read, all
+    positions: int = 0  # how many `out` holds
+
+    def has_room(self, positions: Mapping[int, list[list[int]]], limit: int) -> bool:
+        """Whether `out` takes so many more positions; once it does not, it takes none."""
+        self.positions += sum(len(row) for rows in positions.values() for row in rows)
+        self.out.truncated = self.out.truncated or self.positions > limit
+        return not self.out.truncated
 
 
 class Recorder:
@@ -94,6 +142,8 @@ class Recorder:
     def __init__(self, model: ModelSpec, cache: CacheManager) -> None:
         self._model = model
         self._cache = cache
+        self._token_bytes = token_bytes(model)
+        self.max_positions = MAX_POSITIONS
         self._entries: dict[int, _Entry] = {}
 
     def is_recording(self, plan: StepPlan) -> bool:
@@ -151,7 +201,8 @@ class Recorder:
             for layer, rows in entry.rows.items():
                 new = np.arange(chunk.start, chunk.stop)
                 entry.rows[layer] = [np.concatenate([r, new]) for r in rows]
-            if chunk.purpose is Purpose.DECODE:
+            is_decode = chunk.purpose is Purpose.DECODE
+            if is_decode and entry.has_room(entry.reading, self.max_positions):
                 entry.out.reads.append(Read(chunk.start, entry.reading, entry.bytes_read))
             entry.reading, entry.bytes_read = {}, 0
 
@@ -184,14 +235,16 @@ class Recorder:
             usage = self._cache.usage(chunk.request.id)
             entry.out.resident_bytes = usage.bytes
             is_replay = chunk.purpose is Purpose.REPLAY
-            if is_replay and entry.evicted:
+            stop = chunk.start if is_replay else chunk.stop
+            entry.out.dense_bytes = stop * self._token_bytes
+            if is_replay and entry.evicted and entry.out.retained:
                 entry.out.retained.pop()  # replays belong to the prompt, which ends now
             if chunk.ends_prompt or entry.evicted:
                 positions = {la: [r.tolist() for r in rows] for la, rows in entry.rows.items()}
                 event = "prefill" if chunk.ends_prompt or is_replay else "evict"
-                stop = chunk.start if is_replay else chunk.stop
-                noted = Retained(event, stop, positions, usage.bytes)
-                entry.out.retained.append(noted)
+                if entry.has_room(positions, self.max_positions):
+                    noted = Retained(event, stop, positions, usage.bytes)
+                    entry.out.retained.append(noted)
             entry.evicted = False
 
     def fork(self, source: Request, request: Request) -> None:
@@ -203,6 +256,8 @@ class Recorder:
             entry.out.retained = list(parent.out.retained)
             entry.out.prefill_density = parent.out.prefill_density
             entry.out.resident_bytes = parent.out.resident_bytes
+            entry.out.dense_bytes = parent.out.dense_bytes
+            entry.out.truncated, entry.positions = parent.out.truncated, parent.positions
 
     def forget(self, request_id: int) -> None:
         """Preempted, aborted or taken: a resumed request is recorded anew."""
@@ -217,7 +272,11 @@ class Recorder:
             empty = np.zeros(0, dtype=np.int64)
             specs = self._model.layers
             rows = {la: [empty] * specs[la].kv_heads for la in self._model.kv_layers}
-            self._entries[request.id] = _Entry(rows, self._new_output(request, 0))
+            out = self._new_output(request, 0)
+            out.windows = {
+                la: specs[la].window or 0 for la in rows if specs[la].kind is LayerKind.WINDOW
+            }
+            self._entries[request.id] = _Entry(rows, out)
         return self._entries[request.id]
 
     def blank(self, request: Request) -> SparseOutput:
@@ -247,3 +306,18 @@ class Recorder:
 def _token_bytes(at: LayerStep) -> int:
     """Bytes of one token of one KV head at this layer."""
     return sum(at.spec.stored_dims) * at.k.element_size()
+
+
+def _plain(value: Any) -> Any:
+    """Records and lists of records as mappings; lists of numbers, maybe long, as they are."""
+    if is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, list) and value and is_dataclass(value[0]):
+        return [_plain(v) for v in value]
+    return value
+
+
+def token_bytes(model: ModelSpec) -> int:
+    """Bytes that dense storage takes for a token, all layers together."""
+    layers = [model.layers[i] for i in model.kv_layers]
+    return sum(s.kv_heads * sum(s.stored_dims) for s in layers) * model.dtype.itemsize

@@ -103,7 +103,8 @@ class MessagesJob:
         else:
             reason = "end_turn" if stop is None else "stop_sequence"
         found: dict[str, Any] = {"stop_reason": reason, "stop_sequence": stop}
-        return found if choice.sparse is None else {**found, "sparse": choice.sparse}
+        record = choice.sparse
+        return found if record is None else {**found, "sparse": record.to_dict()}
 
     def _usage(self) -> dict[str, Any]:
         record = self.talk.record

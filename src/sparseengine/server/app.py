@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,6 +27,7 @@ from sparseengine.server.middleware import Envelope
 from sparseengine.server.records import log_request
 from sparseengine.server.responses import responses
 from sparseengine.server.service import Service, record_of
+from sparseengine.server.ui import PAGE_PATHS, page
 
 Handler = Callable[[Service, Request, Any], Awaitable[Response]]
 _REF = "#/components/schemas/{model}"
@@ -156,6 +158,9 @@ def _add_routes(routes: Routes) -> None:
     routes.get("/version", ops.version, "the version of this package")
     routes.get("/metrics", lambda: ops.metrics(service), "for Prometheus")
     routes.get("/server_info", lambda: ops.server_info(service), "what is served, and why")
+
+    for path, page_file in PAGE_PATHS.items():
+        app.add_api_route(path, partial(page, page_file), include_in_schema=False)
 
     async def model(name: str) -> Response:
         return ops.models(service, name)

@@ -9,6 +9,7 @@ ROUTES = (
     ("/v1/completions", "OpenAI"),
     ("/v1/responses", "OpenAI"),
     ("/v1/messages", "Anthropic"),
+    ("/ui", "a page to talk and look"),
     ("/v1/models  /tokenize  /detokenize", ""),
     ("/health  /ping  /version  /metrics  /server_info  /reset_prefix_cache", ""),
 )

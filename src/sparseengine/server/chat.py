@@ -132,7 +132,7 @@ class ChatJob:
             "stop_reason": c.stop_reason,
         }
         if c.sparse is not None:
-            found["sparse"] = c.sparse
+            found["sparse"] = c.sparse.to_dict()
         if self.body.return_token_ids:
             found["token_ids"] = c.token_ids
         return found
@@ -162,22 +162,22 @@ class ChatJob:
                             "finish_reason": finish_reason(c),
                             "stop_reason": c.stop_reason,
                         }
-                        if c.sparse is not None:
-                            last["sparse"] = c.sparse
                         yield data_event({**head, "choices": [last]})
         if with_usage:
             head["usage"] = self._usage()
             yield data_event({**head, "choices": []})
 
     def _pieces(self, c: MessageChoice, delta: Delta, events: list[Event]) -> list[dict[str, Any]]:
-        """One chunk per event; log-probabilities ride on the first one."""
+        """One chunk per event; log-probabilities and what was recorded ride on the first one."""
         shown = [d for d in map(self._delta, events) if d is not None]
         logprobs = self._logprobs(delta)
-        if logprobs and not shown:
+        if (logprobs or delta.sparse is not None) and not shown:
             shown = [{"content": ""}]
         pieces = [self._piece(c, d) for d in shown]
         if logprobs:
             pieces[0]["logprobs"] = {"content": logprobs, "refusal": None}
+        if delta.sparse is not None:
+            pieces[0]["sparse"] = delta.sparse.to_dict()
         return pieces
 
     def _delta(self, event: Event) -> dict[str, Any] | None:

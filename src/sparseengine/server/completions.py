@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from sparseengine.async_llm import Arrived, Stream
 from sparseengine.core.params import SamplingParams
+from sparseengine.engine.record import SparseOutput
 from sparseengine.server.answers import DONE, answer, data_event, event_stream
 from sparseengine.server.errors import ApiError, not_finished
 from sparseengine.server.logprobs import CompletionLogprobs, prompt_rows
@@ -33,7 +34,7 @@ class _Choice:
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    sparse: dict[str, Any] | None = None
+    sparse: SparseOutput | None = None
 
 
 class CompletionJob:
@@ -150,7 +151,7 @@ class CompletionJob:
             found["token_ids"] = c.token_ids
             found["prompt_token_ids"] = self.prompts[prompt]
         if c.sparse is not None:
-            found["sparse"] = c.sparse
+            found["sparse"] = c.sparse.to_dict()
         return found
 
     async def _events(self) -> AsyncIterator[str]:
@@ -174,7 +175,9 @@ class CompletionJob:
                     shown = len(c.text)
                     self._take(c, arrived)
                     piece = self._piece(c, c.text[shown:])
-                    if piece["text"] or piece["logprobs"]:
+                    if arrived.delta.sparse is not None:
+                        piece["sparse"] = arrived.delta.sparse.to_dict()
+                    if piece["text"] or piece["logprobs"] or "sparse" in piece:
                         usage = {"usage": self._usage()} if running else {}
                         yield data_event({**head, **usage, "choices": [piece]})
                     if c.finish_reason is not None:
@@ -195,8 +198,6 @@ class CompletionJob:
         }
         if last:
             found["stop_reason"] = c.stop_reason
-            if c.sparse is not None:
-                found["sparse"] = c.sparse
         return found
 
     # ── details ───────────────────────────────────────────────────────────────────────────────────
@@ -245,9 +246,10 @@ class CompletionJob:
             c.token_ids += delta.token_ids
             if c.logprobs is not None and delta.logprobs:
                 c.logprobs.add(delta.token_ids, delta.logprobs)
+        if delta.sparse is not None:
+            c.sparse = delta.sparse.added_to(c.sparse)
         if delta.finish_reason is not None:
             c.finish_reason, c.stop_reason = delta.finish_reason, delta.stop_reason
-            c.sparse = delta.sparse
 
     def _head(self) -> dict[str, Any]:
         return {

@@ -116,10 +116,11 @@ class Conversation:
             raise not_finished(delta.stop_reason)
         events = choice.reader.push(delta.text)
         choice.token_ids += delta.token_ids
+        if delta.sparse is not None:
+            choice.sparse = delta.sparse.added_to(choice.sparse)
         if delta.finish_reason is not None:
             events += choice.reader.finish()
             choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-            choice.sparse = delta.sparse
         return choice, delta, events
 
     async def finish(self) -> None:

@@ -17,13 +17,15 @@ from sparseengine.errors import SparseEngineError
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.records import Record, log
 from sparseengine.server.settings import ServerSettings
+from sparseengine.server.ui import PAGE_PATHS
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics"})  # probes carry no key
+# probes and browsers that open a page carry no key; the page asks for one
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", *PAGE_PATHS})
 _log = logging.getLogger("sparseengine.server")
 
 

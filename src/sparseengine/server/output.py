@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparseengine.engine.record import SparseOutput
 from sparseengine.server.reasoning import ReasoningSplitter, splitter_for
 from sparseengine.server.tools import (
     ArgumentsDelta,
@@ -116,4 +117,4 @@ class MessageChoice:
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    sparse: dict[str, Any] | None = None
+    sparse: SparseOutput | None = None

@@ -263,7 +263,7 @@ class ResponsesJob:
             "usage": self._usage() if done else None,
             "user": body.user,
             "metadata": body.metadata or {},
-            **({"sparse": choice.sparse} if done and choice.sparse is not None else {}),
+            **({"sparse": choice.sparse.to_dict()} if done and choice.sparse is not None else {}),
         }
 
     def _usage(self) -> dict[str, Any]:
