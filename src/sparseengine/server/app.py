@@ -150,6 +150,7 @@ def _add_routes(routes: Routes) -> None:
     routes.post("/v1/messages/count_tokens", schemas.CountTokensBody, _json(count_tokens))
     routes.post("/tokenize", schemas.TokenizeBody, _json(ops.tokenize))
     routes.post("/detokenize", schemas.DetokenizeBody, _json(ops.detokenize))
+    routes.get("/tokenizer_info", lambda: ops.tokenizer_info(service), "special tokens, template")
     routes.get("/v1/models", lambda: ops.models(service), "the names that requests may use")
     routes.get("/health", lambda: ops.health(service), "200 while the engine makes progress")
     routes.get("/ping", lambda: ops.health(service), "as /health")
