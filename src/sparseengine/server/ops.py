@@ -78,6 +78,10 @@ def server_info(service: Service) -> Response:
             "tool_call_parser": s.tool_call_parser,
             "reasoning_parser": s.reasoning_parser,
             "memory": info.memory,
+            "server": {
+                name: {"value": value.value, "source": str(value.source)}
+                for name, value in s.origins.items()
+            },
             "explain": info.explained,
         }
     )
