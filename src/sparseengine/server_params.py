@@ -68,6 +68,10 @@ SERVER_PARAMS: tuple[Param, ...] = (
     ),
     _param("log_text", "bool", False, "with --log-requests: log the texts, too"),
     _param("access_log", "bool", True, "one JSON line per request on standard error"),
+    _param(
+        "otlp_traces_endpoint", "str", None,
+        "send a span per request there, OTLP over HTTP (extra: otel)",
+    ),
 )  # fmt: skip
 SERVER_BY_KEYWORD: Mapping[str, Param] = {p.keyword: p for p in SERVER_PARAMS}
 

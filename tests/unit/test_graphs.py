@@ -14,31 +14,16 @@ import pytest
 import torch
 
 from fixtures.engines import VOCAB, save_checkpoint
+from fixtures.rerun import Rerun
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.params import SamplingParams, SparseParams
-from sparseengine.engine.graphs import Captured, DecodeGraphs, Key, len_buckets, row_buckets
+from sparseengine.engine.graphs import len_buckets, row_buckets
 from sparseengine.engine.intake import RECENT
 from sparseengine.llm import LLM
 from sparseengine.methods import METHODS
 from sparseengine.methods.h2o import H2O
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-class Rerun(DecodeGraphs):
-    """Runs the device work of a made-up step again where a device would replay it."""
-
-    def _record(self, key: Key) -> Captured:
-        self.cache.clear_static(key.rows, key.budget)
-        hidden, best = self.device_work(key)
-
-        def replay() -> None:
-            new_hidden, new_best = self.device_work(key)
-            hidden.copy_(new_hidden)
-            best.tokens.copy_(new_best.tokens)
-            best.logits.copy_(new_best.logits)
-
-        return Captured(replay, hidden, best)
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def make_app(service: Service) -> Any:
         return JSONResponse(document)
 
     app.add_api_route("/openapi.json", openapi, include_in_schema=False, response_model=None)
-    envelope = Envelope(app, service.settings, service.metrics.answered)
+    envelope = Envelope(app, service.settings, service.metrics.answered, service.tracer)
     envelope.paths = frozenset(r.path for r in app.routes if hasattr(r, "path"))
     origins = list(service.settings.allowed_origins)
     if not origins:

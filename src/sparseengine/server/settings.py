@@ -10,6 +10,7 @@ from pathlib import Path
 from sparseengine.console import server_values
 from sparseengine.errors import ConfigError
 from sparseengine.provenance import Value
+from sparseengine.server.tracing import check_tracing
 from sparseengine.server_params import shown
 
 
@@ -38,6 +39,7 @@ class ServerSettings:
     log_requests: bool = False
     log_text: bool = False
     access_log: bool = True
+    otlp_traces_endpoint: str | None = None
     origins: Mapping[str, Value] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -50,6 +52,8 @@ def server_settings(args: argparse.Namespace) -> ServerSettings:
     if given.pop("enable_auto_tool_choice") and given["tool_call_parser"] is None:
         raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser NAME")
     _check_parsers(given["tool_call_parser"], given["reasoning_parser"])
+    if given["otlp_traces_endpoint"] is not None:
+        check_tracing(given["otlp_traces_endpoint"])
     given["chat_template"] = _template(given["chat_template"])
     given["served_model_names"] = given.pop("served_model_name")
     given["api_keys"] = given.pop("api_key")
