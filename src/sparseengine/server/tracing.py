@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparseengine import __version__
 from sparseengine.errors import ConfigError
-from sparseengine.server.records import Record
+
+if TYPE_CHECKING:  # the flags are parsed without torch
+    from sparseengine.server.records import Record
 
 _PREFIX = "sparseengine."
 _OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
