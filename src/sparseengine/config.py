@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from sparseengine import env
 from sparseengine.errors import ConfigError, nearest
-from sparseengine.provenance import Affects, Given, Param, Source, Value, pick
+from sparseengine.provenance import Affects, Given, Param, Source, Value, load_file, pick
 from sparseengine.provenance import at_least as _at_least
 from sparseengine.provenance import fraction as _fraction
 from sparseengine.provenance import page_size as _page
 from sparseengine.provenance import seed as _seed
+from sparseengine.server_params import SERVER_BY_KEYWORD, is_server_key, server_values_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -388,13 +389,15 @@ def default_of(path: str) -> Any:
     return EngineConfig().get(path)
 
 
-def _by_keyword(values: Mapping[str, Any], where: str) -> dict[str, tuple[Any, str]]:
-    """Keywords -> {path: (raw value, origin)}; an unknown keyword names the nearest one."""
+def _by_keyword(
+    values: Mapping[str, Any], where: str, others: Iterable[str] = ()
+) -> dict[str, tuple[Any, str]]:
+    """Keywords -> {path: (raw value, origin)}; an unknown one names the nearest, `others` too."""
     found: dict[str, tuple[Any, str]] = {}
     for name, raw in values.items():
         key = name.replace("-", "_")
         if key not in BY_KEYWORD:
-            raise ConfigError(f"unknown {where} {name!r}; {nearest(key, BY_KEYWORD)}")
+            raise ConfigError(f"unknown {where} {name!r}; {nearest(key, (*BY_KEYWORD, *others))}")
         path = BY_KEYWORD[key].path
         if path in found:
             raise ConfigError(f"{where}: {name!r} and {found[path][1]!r} set the same value")
@@ -403,26 +406,21 @@ def _by_keyword(values: Mapping[str, Any], where: str) -> dict[str, tuple[Any, s
 
 
 def read_file(path: str | Path) -> dict[str, tuple[Any, str]]:
-    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}."""
-    import yaml
+    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}.
 
+    What belongs to `serve` is checked and left out.
+    """
     file = Path(path)
-    try:
-        data = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--config {file}: cannot be read ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file}: not YAML or JSON: {error}") from None
-    if not isinstance(data or {}, Mapping):
-        raise ConfigError(f"--config {file}: must hold names and values, not {type(data).__name__}")
+    data = load_file(file)
+    server_values_of(data, file)
     flat: dict[str, Any] = {}
-    for key, value in (data or {}).items():
+    for key, value in data.items():
         if key in SECTIONS and isinstance(value, Mapping):
             for name, inner in value.items():
                 flat[_section_keyword(key, str(name), file)] = inner
-        else:
+        elif not is_server_key(str(key)):
             flat[str(key)] = value
-    found = _by_keyword(flat, f"key in {file}:")
+    found = _by_keyword(flat, f"key in {file}:", SERVER_BY_KEYWORD)
     return {p: (raw, f"{file}: {name}") for p, (raw, name) in found.items()}
 
 

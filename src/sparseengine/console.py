@@ -15,8 +15,11 @@ from typing import Any
 from sparseengine.config import PARAMS, EngineConfig, collect, default_of
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.errors import ConfigError, RequestError
+from sparseengine.provenance import Param, Value, load_file
+from sparseengine.server_params import SERVER_PARAMS, collect_server
 
 _ENGINE = "engine_"
+_SERVER = "server_"
 _SAMPLING = "sampling_"
 
 
@@ -60,16 +63,27 @@ def add_engine_arguments(
     group = parser.add_argument_group("engine")
     group.add_argument("--config", metavar="FILE", help="YAML or JSON file of these flags")
     for param in PARAMS:
-        if param.path in skip:
-            continue
-        default = default_of(param.path)
-        tail = "" if default in (None, "", {}, ()) else f" [default: {default}]"
-        options: dict[str, Any] = {"dest": _ENGINE + param.keyword, "help": param.doc + tail}
-        if param.kind == "bool":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["metavar"] = "{" + ",".join(param.choices) + "}" if param.choices else "VALUE"
-        group.add_argument(param.flag, default=None, **_escape(options))
+        if param.path not in skip:
+            _add_flag(group, param, _ENGINE, default_of(param.path))
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """One flag for every row of the server's table."""
+    group = parser.add_argument_group("server")
+    for param in SERVER_PARAMS:
+        _add_flag(group, param, _SERVER, param.default)
+
+
+def _add_flag(group: argparse._ArgumentGroup, param: Param, prefix: str, default: Any) -> None:
+    tail = "" if default in (None, "", {}, ()) else f" [default: {default}]"
+    options: dict[str, Any] = {"dest": prefix + param.keyword, "help": param.doc + tail}
+    if param.kind == "bool":
+        options["action"] = argparse.BooleanOptionalAction
+    else:
+        options["metavar"] = "{" + ",".join(param.choices) + "}" if param.choices else "VALUE"
+    if param.kind == "names" and prefix == _SERVER:  # as vLLM's: --api-key ONE TWO
+        options["nargs"] = "+"
+    group.add_argument(param.flag, default=None, **_escape(options))
 
 
 def _escape(options: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +102,12 @@ def engine_config(args: argparse.Namespace, **extra: Any) -> EngineConfig:
     if positional is not None:
         flags.setdefault("model", positional)
     return collect(cli={**flags, **extra}, file=args.config)
+
+
+def server_values(args: argparse.Namespace) -> dict[str, Value]:
+    """The server's parameters by keyword: from flags, --config and the environment."""
+    flags = {n.removeprefix(_SERVER): v for n, v in vars(args).items() if n.startswith(_SERVER)}
+    return collect_server(flags, args.config, load_file)
 
 
 def add_sampling_arguments(

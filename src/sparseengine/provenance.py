@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
+from pathlib import Path
 from typing import Any, Literal
 
 from sparseengine.errors import ConfigError
@@ -226,6 +227,21 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "names": _read_names,
     "budget": read_budget,
 }
+
+
+def load_file(file: Path) -> Mapping[Any, Any]:
+    """The names and values of a YAML or JSON file. Raises `ConfigError`."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"--config {file}: cannot be read ({error.strerror})") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: not YAML or JSON: {error}") from None
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"--config {file}: must hold names and values, not {type(data).__name__}")
+    return data
 
 
 # ── checks of a parameter: None, or what it must be ──────────────────────────────────────────────

@@ -36,6 +36,69 @@ def test_a_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "from-env" not in repr(parser_of("serve").parse_args(["m"]))
 
 
+FILE = """
+model: some-model
+max_model_len: 1K
+port: 9001
+served-model-name: [one, two]
+server:
+  api_key: "secret,with a comma"
+  max-body-bytes: 1M
+  reasoning_parser: qwen3
+"""
+
+
+def test_a_file_gives_what_flags_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text(FILE)
+    found = settings("--config", str(file), "--port", "9002", "--no-access-log")
+    assert (found.port, found.max_body_bytes, found.access_log) == (9002, 1 << 20, False)
+    assert found.served_model_names == ("one", "two")
+    assert found.api_keys == ("secret,with a comma",)
+    assert found.reasoning_parser == "qwen3"
+    assert str(found.origins["port"]) == f"9002 (cli: --port; over 9001 from {file}: port; " + (
+        "over 8000 from built in)"
+    )
+    monkeypatch.setenv("SPARSEENGINE_API_KEY", "another")
+    assert settings("--config", str(file)).api_keys[1:] == ("another",)
+    words = ["--config", str(file), "--port", "9002"]
+    assert main(["config", "explain", "port", *words]) == 0
+    assert f"9002 (cli: --port; over 9001 from {file}: port" in capsys.readouterr().out
+    assert main(["config", "show", "--json", *words]) == 0
+    shown = capsys.readouterr().out
+    rows = {r["name"]: r for r in json.loads(shown)}
+    assert rows["server.api_key"]["value"] == "<2 keys>"
+    assert rows["server.max_body_bytes"]["source"] == "file"
+    assert rows["model.max_model_len"]["value"] == 1024
+    assert "secret" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: 70000", "port: 70000 is not allowed; it must be in"),
+        ("max_queue: many", "max_queue: 'many' is not allowed; it must be an integer"),
+        ("server: {prot: 1}", "unknown key 'prot' in section server"),
+        ("server: [1]", "server must hold names"),
+        ("port: 1\nserver: {port: 2}", "'port' is given twice"),
+        ("hosts: x", "did you mean 'host'"),
+        ("api_key: {secret: 1}", "api_key: it must be a text or a list of texts"),
+    ],
+)
+def test_wrong_keys_of_a_file_are_named_by_every_command(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(text)
+    for words in (["serve", "m"], ["config", "show"], ["generate", "m", "-p", "x"]):
+        assert main([*words, "--config", str(file)]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert "secret" not in error
+
+
 @pytest.mark.parametrize(
     "words",
     [

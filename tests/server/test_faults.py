@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 
 from fixtures.engines import ToyModel, make_engine, make_tokenizer, toy_spec
+from fixtures.rerun import Rerun
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.collector import Collector
 from sparseengine.engine.controller import Controller
+from sparseengine.engine.engine import Engine
 from sparseengine.engine.faults import blame, blamed, isolated_step
 from sparseengine.engine.sampling import Sampler
 from sparseengine.methods.quest import Quest
+from sparseengine.methods.streaming_llm import StreamingLLM
 
 MARK = 666  # the seed of the request whose data is bad
 NUM_OTHERS = 32
+BUDGETS = {"quest": {"budget": 8}, "streaming_llm": {"budget": 64}}  # the second never acts
 OVERLAP = [False]  # whether the loop runs a step ahead
 
 
@@ -36,31 +40,38 @@ def run(
     poison: int | None = None,
     max_tokens: int = 12,
     n: int = 1,
+    others: tuple[str, str] = ("full", "quest"),
+    captured: bool = False,
 ) -> dict[str, Any]:
-    """32 streams of two methods and, in their middle, the marked one; outputs by request id."""
+    """32 streams of two methods and, in their middle, the marked one; outputs by request id.
+
+    captured: decode steps run as a device would replay them.
+    """
     tokenizer = make_tokenizer()
     engine = make_engine(
         ToyModel(toy_spec(vocab=300), poison=poison),
-        methods=("full", "quest"),
+        methods=others,
         num_pages=600,
         tokenizer=tokenizer,
         max_num_seqs=48,
         max_num_batched_tokens=64,
     )
     engine.overlap = OVERLAP[0]
+    if captured:
+        replay_decodes(engine)
     free = engine.scheduler.cache.free_pages()
     found: dict[str, Any] = {}
 
     def add(name: str, ids: list[int], seed: int, which: str, count: int = 1) -> None:
         params = SamplingParams(max_tokens=max_tokens, seed=seed, ignore_eos=True, n=count)
-        sparse = SparseParams(which, **({"budget": 8} if which == "quest" else {}))
+        sparse = SparseParams(which, **BUDGETS.get(which, {}))
         engine.add_request(ids, params, sparse, request_id=name, stream=True)
 
     for i, ids in enumerate(prompts()):
         if i == NUM_OTHERS // 2 and marked:
             mark = poison if poison is not None else 5
             add("marked", [*range(20, 33), mark], MARK, method, n)  # the only prompt of 14
-        add(f"other-{i}", ids, i, ("full", "quest")[i % 2])
+        add(f"other-{i}", ids, i, others[i % 2])
     for _ in range(3000):
         if not engine.has_work:
             break
@@ -69,7 +80,19 @@ def run(
     assert not engine.has_work, "the engine hangs"
     assert engine.scheduler.cache.free_pages() == free, "pages are lost"
     engine.scheduler.cache.check()
+    assert not captured or engine.runner.num_replays > 5
     return found
+
+
+def replay_decodes(engine: Engine) -> None:
+    runner, cache = engine.runner, engine.scheduler.cache
+    for group in cache.groups:
+        group.mirrored = True  # as on a device: the tables have a copy of their own
+    instances = engine.intake.methods.instances
+    runner.graphs = Rerun(
+        runner.model, runner.spec, cache, runner.controller, instances, runner.backends,
+        max_rows=48, max_len=512,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +152,32 @@ def test_a_hook_that_fails_for_one_request_ends_that_one(
     assert "KeyError" in completion.stop_reason
     assert "Traceback" not in completion.stop_reason
     check_others(found, clean)
+
+
+def test_a_hook_behind_captured_steps_that_fails_ends_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`replayed` is called in place of device hooks; both methods share the replayed steps."""
+    options: dict[str, Any] = {"others": ("full", "streaming_llm")}
+    eager = {k: o.outputs[0].token_ids for k, o in run(marked=False, **options).items()}
+
+    def late(plan: Any, lens: Any) -> bool:
+        return any(is_marked(c.request) and c.request.num_generated >= 3 for c in plan.chunks)
+
+    original = StreamingLLM.replayed
+
+    def replayed(self: StreamingLLM, plan: Any, lens: Any) -> None:
+        if late(plan, lens):
+            boom()
+        original(self, plan, lens)
+
+    monkeypatch.setattr(StreamingLLM, "replayed", replayed)
+    found = run("streaming_llm", captured=True, **options)
+    completion = found["marked"].outputs[0]
+    assert completion.finish_reason == "error"
+    assert "KeyError" in completion.stop_reason
+    assert 2 <= len(completion.token_ids) < 12  # steps beside prompts are not captured
+    check_others(found, eager)
 
 
 def test_a_late_fault_keeps_what_was_streamed(

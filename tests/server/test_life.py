@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ import httpx
 import pytest
 
 from fixtures.servers import Served, serving
+from sparseengine.engine import host
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.methods.snapkv import SnapKV
 
@@ -238,6 +240,53 @@ def test_metrics_count_what_happened(checkpoint: Path) -> None:
         assert by_name["sparseengine:e2e_request_latency_seconds_count"] == 1
         assert by_name["sparseengine:kv_bytes_freed_total"] > 0
         assert by_name["sparseengine:kv_cache_usage_perc"] == 0
+        assert by_name["sparseengine:iteration_tokens_sum"] == 105  # the last one is not run
+        assert by_name["sparseengine:iteration_tokens_count"] == 6
+        assert by_name["sparseengine:route_fallback_total"] == 0
+
+
+def test_what_running_rows_hold_and_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same prompt densely, with a budget of what is kept, and with one of what is read."""
+    monkeypatch.setattr(host, "BEAT_S", 0.02)
+    monkeypatch.setattr(host, "_USAGE_S", 0.02)
+    names = ["kv_tokens_logical", "kv_tokens_resident", "kv_bytes_read_per_step"]
+    seen: dict[str, dict[str, float]] = {}
+    knobs = {"dense_layers": 0}
+    engine = {"sparse_method": "quest", "sparse_config": knobs}
+    engine["enable_methods"] = ["quest", "full", "snapkv"]
+    body = {"prompt": [5] * 200, "max_tokens": 50, "ignore_eos": True}
+    with serving(checkpoint, engine=engine) as served:
+        for method in ("full", "snapkv", "quest"):
+            found = seen[method] = {}
+            sparse = {"method": method, **({"budget": 64} if method != "full" else {})}
+            sparse |= knobs if method == "quest" else {}
+
+            def noted(found: dict[str, float] = found) -> bool:
+                values = served.llm.metrics
+                found.update({n: values.get(n, 0.0) for n in names})
+                return found["kv_bytes_read_per_step"] > 0
+
+            body["sparse"] = sparse
+            stop = threading.Event()
+            ask = threading.Thread(target=keep_asking, args=(served, body, stop))
+            ask.start()
+            served.wait(noted)
+            stop.set()
+            ask.join(60)
+            served.wait_idle()
+            served.wait(lambda: served.llm.metrics["kv_tokens_logical"] == 0)
+    dense, kept, read = (seen[m] for m in ("full", "snapkv", "quest"))
+    assert dense["kv_tokens_logical"] >= 200
+    assert dense["kv_tokens_resident"] >= dense["kv_tokens_logical"] * 0.9
+    assert kept["kv_tokens_resident"] < 0.75 * kept["kv_tokens_logical"]
+    assert read["kv_tokens_resident"] >= read["kv_tokens_logical"] * 0.9
+    for sparse in (kept, read):
+        assert sparse["kv_bytes_read_per_step"] < 0.75 * dense["kv_bytes_read_per_step"]
+
+
+def keep_asking(served: Served, body: dict[str, Any], stop: threading.Event) -> None:
+    while not stop.is_set():
+        assert served.post(COMPLETIONS, body).status_code == 200
 
 
 def test_one_access_line_per_request(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:

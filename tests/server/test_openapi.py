@@ -31,7 +31,8 @@ def document(served: Served) -> dict[str, Any]:
 def test_the_document_names_every_route(served: Served) -> None:
     paths = document(served)["paths"]
     promised = """/v1/models /v1/completions /v1/chat/completions /v1/responses /v1/messages
-        /tokenize /detokenize /health /ping /version /metrics /server_info /reset_prefix_cache"""
+        /tokenize /detokenize /health /ping /version /metrics /server_info /tokenizer_info
+        /reset_prefix_cache"""
     assert set(promised.split()) <= set(paths)
 
 

@@ -71,6 +71,47 @@ def test_a_harness_finds_greedy_tokens(served: Served, offline: dict[str, Any]) 
     assert all(o == max(t.values()) for o, t in zip(own, top, strict=True))
 
 
+def test_the_requests_of_lm_eval(served: Served, offline: dict[str, Any]) -> None:
+    """What lm-eval 0.4.13 sends when it finds a tokenizer here, in its order.
+
+    scripts/lm_eval_server.py runs lm-eval itself; this keeps what it relies on.
+    """
+    info = served.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == ("<s>", "</s>")
+    assert "{% for m in messages %}" in info["chat_template"]
+    encoded = [
+        served.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+        for text in ("test", "</s>", "", TEXTS[0], "the quick")
+    ]
+    assert encoded[1] == [1]
+    assert encoded[2] == []
+    whole, context = encoded[3], len(encoded[4])
+    assert served.post("/detokenize", {"tokens": whole}).json()["prompt"] == TEXTS[0]
+    body = {"model": "tiny", "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    header = {"Authorization": "Bearer none"}
+    found = served.post(
+        COMPLETIONS, {**body, "prompt": [[0, *whole]], "echo": True}, headers=header
+    ).json()["choices"]
+    wanted = offline[TEXTS[0]]
+    assert wanted.prompt_token_ids == [0, *whole]
+    own = [row[t] for t, row in zip(whole, wanted.prompt_logprobs[1:], strict=True)][context:]
+    span = slice(1 + context, -1)
+    logprobs = found[0]["logprobs"]
+    assert sum(logprobs["token_logprobs"][span]) == pytest.approx(
+        sum(p.logprob for p in own), abs=1e-5
+    )
+    pairs = zip(logprobs["token_logprobs"][span], logprobs["top_logprobs"][span], strict=True)
+    assert [a == max(top.values()) for a, top in pairs] == [p.rank == 1 for p in own]
+    ask = {"model": "tiny", "max_tokens": 5, "temperature": 0, "seed": 1234}
+    texts = {**ask, "prompt": [whole, encoded[0]], "stop": ["\n\n"]}
+    choices = served.post(COMPLETIONS, texts, headers=header).json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1]
+    talk = {"role": "user", "content": "fox"}
+    chat = {**ask, "messages": [talk], "stop": ["\n\n", "</s>"]}
+    answer = served.post("/v1/chat/completions", chat, headers=header)
+    assert isinstance(answer.json()["choices"][0]["message"]["content"], str)
+
+
 def test_batches_of_token_prompts_with_choices(served: Served) -> None:
     prompts = [[0, 5, 6, 7], [0, 9], [0, 44, 45]]
     both = score(served, prompts, max_tokens=1, n=2)["choices"]

@@ -7,36 +7,23 @@ that still looks at the real step, or an input that is not loaded, changes token
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 
 from fixtures.engines import VOCAB, save_checkpoint
+from fixtures.rerun import Rerun
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.params import SamplingParams, SparseParams
-from sparseengine.engine.graphs import Captured, DecodeGraphs, Key, len_buckets, row_buckets
+from sparseengine.engine.graphs import len_buckets, row_buckets
+from sparseengine.engine.intake import RECENT
 from sparseengine.llm import LLM
 from sparseengine.methods import METHODS
 from sparseengine.methods.h2o import H2O
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-
-
-class Rerun(DecodeGraphs):
-    """Runs the device work of a made-up step again where a device would replay it."""
-
-    def _record(self, key: Key) -> Captured:
-        self.cache.clear_static(key.rows, key.budget)
-        hidden, best = self.device_work(key)
-
-        def replay() -> None:
-            new_hidden, new_best = self.device_work(key)
-            hidden.copy_(new_hidden)
-            best.tokens.copy_(new_best.tokens)
-            best.logits.copy_(new_best.logits)
-
-        return Captured(replay, hidden, best)
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +229,31 @@ def test_steps_that_must_run_eagerly_do(folder: Path) -> None:
         mixed = [SparseParams("quest", budget=48), SparseParams("full")]
         llm.generate(prompts()[:2], GREEDY, mixed, use_tqdm=False)
         assert llm.engine.runner.num_replays == 0, "one of several methods acts while decoding"
+        assert llm.engine.metrics()["route_fallback_decode_graph"] > 0
         recorded = SparseParams("full", record=True)
         llm.generate(prompts()[:2], GREEDY, recorded, use_tqdm=False)
         assert llm.engine.runner.num_replays == 0, "records are written by the host"
+
+
+def test_graphs_go_with_the_instance_they_were_captured_with(folder: Path) -> None:
+    """They may read what it held; requests with new knobs push it out of the table."""
+    first = SparseParams("quest", budget=48)
+    with open_llm(folder, graphs=True, methods=("full", "quest")) as llm:
+        before = tokens(llm, GREEDY, first)
+        graphs, table = llm.engine.runner.graphs, llm.engine.intake.methods
+        assert graphs is not None
+        assert llm.engine.metrics()["route_fallback_decode_graph"] == 0
+        owned = [k for k in graphs._graphs if k.method]
+        assert owned
+        kept = [graphs._graphs[k].hidden for k in owned]
+        for i in range(2 * RECENT):
+            table.resolve(SparseParams("quest", budget=48, min_pages=4 + i), 9)
+        tokens(llm, GREEDY, SparseParams("full"))  # whatever remembered the last step
+        gc.collect()
+        assert "quest" not in table.instances
+        assert tokens(llm, GREEDY, first) == before
+        assert [k for k in graphs._graphs if k.method] == owned
+        assert not any(graphs._graphs[k].hidden is h for k, h in zip(owned, kept, strict=True))
 
 
 def test_a_new_address_of_the_tables_drops_the_graphs(folder: Path) -> None:

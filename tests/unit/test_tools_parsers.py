@@ -83,6 +83,37 @@ def streamed(name: str, parts: list[str], tools: list = TOOLS):
     return gather([e for part in parts for e in stream.push(part)] + stream.finish())
 
 
+def eagerly(name: str, parts: list[str], tools: list = TOOLS):
+    """(what it adds up to, calls that came to their end, events) of an eager stream."""
+    stream = parser_for(name).stream(tools, eager=True)
+    events = [e for part in parts for e in stream.push(part)] + stream.finish()
+    return gather(events), stream.num_complete, events
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_eager(name: str, text: str, parts: list[str]) -> None:
+    """Complete calls are those of a whole parse; a call that is none has no JSON a client runs."""
+    whole = parser_for(name).parse(text, TOOLS)
+    found, complete, _ = eagerly(name, parts)
+    ended = [(c.name, c.arguments) for c in found.calls if is_json(c.arguments)]
+    assert ended == [(c.name, c.arguments) for c in whole.calls]
+    assert complete == len(ended)
+    if len(found.calls) == complete:
+        assert found.content == whole.content
+    again, _, _ = eagerly(name, list(text))
+    assert [(c.name, c.arguments) for c in again.calls] == [
+        (c.name, c.arguments) for c in found.calls
+    ]
+    assert again.content == found.content
+
+
 def shown(parsed) -> tuple[str | None, list[tuple[str, str]]]:
     """Without the random ids; the ids differ."""
     assert len({c.id for c in parsed.calls}) == len(parsed.calls)
@@ -112,7 +143,9 @@ def test_every_split_gives_the_calls_that_were_written(name: str) -> None:
     assert decoded(whole) == expected
     for at in range(len(text) + 1):
         assert shown(streamed(name, cut(text, [at]))) == shown(whole)
+        assert shown(eagerly(name, cut(text, [at]))[0]) == shown(whole)
     assert shown(streamed(name, list(text))) == shown(whole)
+    assert shown(eagerly(name, list(text))[0]) == shown(whole)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -133,6 +166,7 @@ def test_a_text_cut_off_anywhere_loses_nothing_and_calls_nothing_half(name: str)
         if not calls:
             assert parsed.content == text[:end]
         assert shown(streamed(name, list(text[:end]))) == shown(parsed)
+        check_eager(name, text[:end], [text[:end]])
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -216,6 +250,61 @@ def test_a_call_is_reported_as_soon_as_it_is_complete() -> None:
     assert (start.index, start.name, start.id[:5]) == (0, "now", "call_")
 
 
+EAGER = ("hermes", "llama3_json", "deepseek_v3", "deepseek_v31")
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_arguments_come_while_they_are_written(name: str) -> None:
+    value = "line one\nline two {"
+    text = write(name, [("write", {"path": value, "lines": 12, "tags": [True, None]})])
+    stream = parser_for(name).stream(TOOLS, eager=True)
+    seen, started = "", False
+    for at, character in enumerate(text):
+        for event in stream.push(character):
+            if isinstance(event, CallStart):
+                assert event.name == "write"
+                assert text[at] == "{", "it begins with its arguments"
+                started = True
+            else:
+                seen += event.text
+        if started and seen and "line two" in text[:at]:
+            assert "line" in seen, "held back"
+    whole = parser_for(name).parse(text, TOOLS).calls[0].arguments
+    assert seen + "".join(e.text for e in stream.finish()) == whole
+    assert json.loads(whole) == {"path": value, "lines": 12, "tags": [True, None]}
+    assert len(eagerly(name, list(text))[2]) > 20
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [
+        ('{"a": NaN}', '{"a": '),
+        ('{"a": 1e999}', '{"a": '),
+        ('{"a": tru, "b": 1}', '{"a": '),
+        ('{"a": 01}', '{"a": '),
+        ('{"a" 1}', '{"a" '),
+        ('{"a": 1,}', '{"a": 1,'),
+        ('{"a": [1}', '{"a": [1'),
+        ('{"a": "\\x"}', '{"a": "'),
+        ("{a: 1}", "{"),
+        ('{{"a": 1}}', "{"),
+        ('{"a": {"b": 1} "c"}', '{"a": {"b": 1} '),
+        ('{"a": "b', '{"a": "b}</tool_call>'),
+        ('{"a": 12', '{"a": 12'),
+        ('{"a": "\\u00', '{"a": "'),
+        ('{"a": 1}, "b": nothing', '{"a": 1'),
+    ],
+)
+def test_a_call_that_goes_wrong_is_never_complete(body: str, sent: str) -> None:
+    text = f'so <tool_call>{{"name": "now", "arguments": {body}}}</tool_call>'
+    for parts in ([text], list(text)):
+        found, complete, _ = eagerly("hermes", parts)
+        assert (found.content, complete) == ("so", 0)
+        assert [c.arguments for c in found.calls] == [sent]
+        assert not is_json(sent)
+    assert parser_for("hermes").parse(text, TOOLS).calls == ()
+
+
 MARKS = [
     "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
     "<function=", "</function>", "<parameter=", "</parameter>", ">", *DS.values(),
@@ -231,6 +320,7 @@ def test_any_text_in_any_pieces(text: str, cuts: list[int], name: str) -> None:
     whole = shown(parser_for(name).parse(text, TOOLS))
     assert shown(streamed(name, cut(text, cuts))) == whole
     assert shown(streamed(name, list(text))) == whole
+    check_eager(name, text, cut(text, cuts))
     if not whole[1]:
         assert whole[0] == text
 
@@ -252,6 +342,8 @@ VALUES = st.recursive(
 def test_any_arguments_come_back(arguments: dict, cuts: list[int], name: str) -> None:
     text = write(name, [("f", arguments), ("f", arguments)])
     assert decoded(streamed(name, cut(text, cuts))) == (None, [("f", arguments)] * 2)
+    assert decoded(eagerly(name, cut(text, cuts))[0]) == (None, [("f", arguments)] * 2)
+    check_eager(name, text[: cuts[0] if cuts else 40], [text[: cuts[0] if cuts else 40]])
 
 
 def test_names_are_those_of_vllm_and_unknown_ones_are_refused() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from sparseengine.core.params import SamplingParams, SparseParams
-from sparseengine.core.plan import Request
+from sparseengine.core.plan import Request, StepPlan
 from sparseengine.engine.collector import Collector, new_family
 from sparseengine.engine.controller import Controller
 from sparseengine.engine.faults import blamed, describe, is_fatal
@@ -18,6 +18,7 @@ from sparseengine.engine.outputs import Finish, RequestOutput
 from sparseengine.engine.pending import Pending
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
+from sparseengine.engine.stats import StepStats
 from sparseengine.errors import RequestError
 
 _COMPILE_WAIT_S = 0.005
@@ -46,6 +47,7 @@ class Engine:
         self.collector = collector
         self.overlap = overlap
         self.num_steps = 0
+        self.stats = StepStats()
         self._pending: Pending | None = None
         self._live: dict[str, Submission] = {}
         self._compiling: list[Submission] = []  # queued once their grammars are compiled
@@ -65,7 +67,7 @@ class Engine:
             samples = self.runner.run(plan)
             self.controller.end_step(plan)
             self.scheduler.commit(plan, samples)
-            self.num_steps += 1
+            self._count(plan)
         return self.report()
 
     def _step_ahead(self) -> list[RequestOutput]:
@@ -81,12 +83,17 @@ class Engine:
         self._pending = None if plan is None else self.runner.launch(plan, before)
         if plan is not None:
             self.controller.end_step(plan)
-            self.num_steps += 1
+            self._count(plan)
         if before is not None:
             self.scheduler.book(before.plan, self.runner.collect(before))
         if plan is not None and not self.scheduler.advance(plan):
             self._pending = None
         return self.report()
+
+    def _count(self, plan: StepPlan) -> None:
+        self.num_steps += 1
+        replays = None if self.runner.graphs is None else self.runner.num_replays
+        self.stats.note(plan, replays)
 
     def _may_run_ahead(self, pending: Pending) -> bool:
         """Whether the next step can be planned before the tokens of this one are known."""
@@ -222,6 +229,7 @@ class Engine:
             "generation_tokens": counters["generation_tokens"],
             "num_preemptions": counters["preemptions"],
             "num_steps": self.num_steps,
+            **self.stats.values(),
         }
         for reason in ("stop", "length", "abort", "error"):
             found[f"request_success_{reason}"] = counters[f"finished_{reason}"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from sparseengine.engine.pending import Pending, fill_unknown
 from sparseengine.engine.sampling import Draws
 
 _FIRST_LEN = 4096
+_GONE = object()
 _LEN_GROWTH = 2  # row lengths are bucketed by powers of this
 
 
@@ -58,11 +60,15 @@ class Best(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """How to run a captured step again, and where its results are."""
+    """How to run a captured step again, and where its results are.
+
+    owner: the instance whose hooks are part of it; once it is gone, so is what they read.
+    """
 
     replay: Callable[[], None]
     hidden: Tensor
     best: Best
+    owner: ReferenceType[SparseMethod] | None = None
 
 
 def row_buckets(limit: int) -> list[int]:
@@ -175,9 +181,17 @@ class DecodeGraphs:
         if self._version != self.cache.static_version:  # an address has changed
             self._graphs.clear()
             self._version = self.cache.static_version
-        if key not in self._graphs:
-            self._graphs[key] = self._record(key)
+        if key not in self._graphs or not self._is_current(key):
+            for stale in [k for k in self._graphs if not self._is_current(k)]:
+                del self._graphs[stale]
+            owner = ref(self.methods[key.method]) if key.method else None
+            self._graphs[key] = self._record(key)._replace(owner=owner)
         return self._graphs[key]
+
+    def _is_current(self, key: Key) -> bool:
+        """Whether the instance that was captured is the one that runs now."""
+        owner = self._graphs[key].owner
+        return owner is None or owner() is self.methods.get(key.method, _GONE)
 
     # ── capture ──────────────────────────────────────────────────────────────────────────────────
 

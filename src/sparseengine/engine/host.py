@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sparseengine.config import EngineConfig
+from sparseengine.engine.admission import Ticket
 from sparseengine.engine.build import build_engine
 from sparseengine.engine.channel import Channel
 from sparseengine.engine.engine import Engine
@@ -235,14 +236,24 @@ class EngineHost:
         self._channel.send(Beat({**self.engine.metrics(), **self._usage}, dict(self._freed)))
 
     def _rows_now(self) -> dict[str, float]:
-        """Tokens that the running requests stand for, and what their rows hold."""
+        """Tokens that the running requests stand for, what their rows hold and a step reads."""
         scheduler = self.engine.scheduler
         running = list(scheduler.running.values())
-        resident = sum(scheduler.cache.usage(t.request.id).bytes for t in running)
+        held = [scheduler.cache.usage(t.request.id).bytes for t in running]
+        read = [n * _read_share(t) for t, n in zip(running, held, strict=True) if t.decodes]
         return {
             "kv_tokens_logical": sum(t.request.computed for t in running),
-            "kv_tokens_resident": resident // max(1, self._token_bytes),
+            "kv_tokens_resident": sum(held) // max(1, self._token_bytes),
+            "kv_bytes_read_per_step": float(int(sum(read))),
         }
+
+
+def _read_share(ticket: Ticket) -> float:
+    """How much of its rows a decode reads, by length and budget: device code decides the rest."""
+    budget = ticket.request.budget
+    if budget is None or ticket.method.traits.takes != "read":
+        return 1.0
+    return min(1.0, budget / max(1, ticket.request.computed))
 
 
 def _failed_early(output: RequestOutput) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from sparseengine.core.method import SparseMethod, Vocabulary
 from sparseengine.core.params import SamplingParams, SparseParams
@@ -20,12 +22,29 @@ from sparseengine.errors import ConfigError, RequestError
 from sparseengine.methods import METHODS, check_storage, make_method, resolve_budget
 from sparseengine.methods.prefill import PATTERNS, make_pattern
 
+RECENT = 32  # instances that stay although no request uses them, for each kind
+
+_T = TypeVar("_T")
+
+
+class _Recent(OrderedDict[str, _T]):
+    """Strong references to the newest few, so that a weak mapping keeps them."""
+
+    def note(self, key: str, value: _T) -> _T:
+        self[key] = value
+        self.move_to_end(key)
+        while len(self) > RECENT:
+            self.popitem(last=False)
+        return value
+
 
 class MethodTable:
     """Method instances by key. Requests with the same method and knobs share one.
 
-    `instances` is the mapping that the controller and the scheduler read; it grows while the engine
-    runs. The storage was planned at start-up, so knobs that need other storage are refused.
+    `instances` is the mapping that the controller and the scheduler read. Clients choose knobs, so
+    it must not keep everything: an instance lives as long as a `Submission` that uses it, and the
+    `RECENT` used last live on, as does the default. The storage was planned at start-up, so knobs
+    that need other storage are refused.
     `patterns` is the same for prefill patterns; dense: why prompts cannot have one, if they cannot.
     vocabulary: what methods learn words from; None for a model without a tokenizer.
     """
@@ -41,12 +60,15 @@ class MethodTable:
     ) -> None:
         self.model = model
         self.vocabulary = vocabulary
-        self.patterns: dict[str, PrefillPattern] = {}
+        self.patterns: WeakValueDictionary[str, PrefillPattern] = WeakValueDictionary()
+        self._recent_patterns: _Recent[PrefillPattern] = _Recent()
         self._dense = dense
         self.enabled = tuple(METHODS.canonical(name) for name in enabled)
         self.groups = groups
         self.default = default or SparseParams(self.enabled[0])
-        self.instances: dict[str, SparseMethod] = {}
+        self.instances: WeakValueDictionary[str, SparseMethod] = WeakValueDictionary()
+        self._recent: _Recent[SparseMethod] = _Recent()
+        self._default: SparseMethod | None = None
         self._page_size = max((g.page_size for g in groups), default=16)
 
     def resolve(self, sparse: SparseParams, prompt_len: int) -> tuple[str, int | None]:
@@ -61,14 +83,17 @@ class MethodTable:
                 f"{', '.join(self.enabled)}; add it to enable_methods"
             )
         key = _key(name, sparse.knobs)
-        if key not in self.instances:
+        method = self.instances.get(key)
+        if method is None:
             method = make_method(name, sparse.knobs, self.model, page_size=self._page_size)
             check_storage(method, self.groups)
             if self.vocabulary is not None:
                 method.read(self.vocabulary)
             self.instances[key] = method
-        budget = resolve_budget(self.instances[key], sparse, prompt_len)
-        return key, budget
+        self._recent.note(key, method)
+        if sparse is self.default:
+            self._default = method
+        return key, resolve_budget(method, sparse, prompt_len)
 
     def resolve_prefill(self, sparse: SparseParams) -> tuple[str, int]:
         """(key of the pattern, tokens per block). Raises `RequestError`."""
@@ -77,12 +102,14 @@ class MethodTable:
         except ConfigError as error:  # an unknown name; here it is one request's fault
             raise RequestError(str(error)) from None
         key = _key(name, sparse.prefill_config)
-        if key not in self.patterns:
+        pattern = self.patterns.get(key)
+        if pattern is None:
             pattern = make_pattern(name, sparse.prefill_config, self.model)
             if self._dense is not None and type(pattern).pattern is not PrefillPattern.pattern:
                 raise RequestError(f"prefill={sparse.prefill!r} is not possible: {self._dense}")
             self.patterns[key] = pattern
-        return key, self.patterns[key].block
+        self._recent_patterns.note(key, pattern)
+        return key, pattern.block
 
 
 def _key(name: str, knobs: Mapping[str, Any]) -> str:
@@ -100,12 +127,15 @@ class Submission:
     """One prompt, checked: its n requests (the first is the parent) and their sampling extras.
 
     grammar: what must be compiled before they can run, None when there is nothing to wait for.
+    method, pattern: what their keys stand for; held here so that the table keeps them.
     """
 
     request_id: str
     prompt: str | None
     requests: tuple[Request, ...]
     extras: tuple[SamplingExtras, ...]
+    method: SparseMethod
+    pattern: PrefillPattern
     stream: bool = False
     grammar: Future[Grammar] | None = None
 
@@ -192,6 +222,8 @@ class Intake:
             prompt=prompt,
             requests=tuple(requests),
             extras=tuple(extras),
+            method=self.methods.instances[key],
+            pattern=self.methods.patterns[prefill],
             stream=stream,
             grammar=grammar,
         )

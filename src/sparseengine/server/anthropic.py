@@ -96,7 +96,7 @@ class MessagesJob:
     def _end(self) -> dict[str, Any]:
         choice = self.talk.choices[0]
         stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
-        if choice.reader.calls and choice.finish_reason == "stop":
+        if choice.reader.has_calls and choice.finish_reason == "stop":
             reason = "tool_use"
         elif choice.finish_reason == "length":
             reason = "max_tokens"

@@ -133,7 +133,7 @@ def make_app(service: Service) -> Any:
         return JSONResponse(document)
 
     app.add_api_route("/openapi.json", openapi, include_in_schema=False, response_model=None)
-    envelope = Envelope(app, service.settings, service.metrics.answered)
+    envelope = Envelope(app, service.settings, service.metrics.answered, service.tracer)
     envelope.paths = frozenset(r.path for r in app.routes if hasattr(r, "path"))
     origins = list(service.settings.allowed_origins)
     if not origins:
@@ -152,6 +152,7 @@ def _add_routes(routes: Routes) -> None:
     routes.post("/v1/messages/count_tokens", schemas.CountTokensBody, _json(count_tokens))
     routes.post("/tokenize", schemas.TokenizeBody, _json(ops.tokenize))
     routes.post("/detokenize", schemas.DetokenizeBody, _json(ops.detokenize))
+    routes.get("/tokenizer_info", lambda: ops.tokenizer_info(service), "special tokens, template")
     routes.get("/v1/models", lambda: ops.models(service), "the names that requests may use")
     routes.get("/health", lambda: ops.health(service), "200 while the engine makes progress")
     routes.get("/ping", lambda: ops.health(service), "as /health")

@@ -221,7 +221,7 @@ class ChatJob:
 
 def finish_reason(c: MessageChoice) -> str | None:
     """OpenAI's word: a complete call is why the model stopped."""
-    return "tool_calls" if c.reader.calls and c.finish_reason == "stop" else c.finish_reason
+    return "tool_calls" if c.reader.has_calls and c.finish_reason == "stop" else c.finish_reason
 
 
 async def chat_completions(service: Service, request: Request, body: ChatBody) -> Response:

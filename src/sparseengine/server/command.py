@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from sparseengine.console import add_engine_arguments, engine_config
-from sparseengine.server.settings import add_server_arguments, server_settings
+from sparseengine.console import add_engine_arguments, add_server_arguments, engine_config
+from sparseengine.server.settings import server_settings
 
 
 class Serve:

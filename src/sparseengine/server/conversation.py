@@ -76,6 +76,7 @@ class Conversation:
             prompt=text,
             parser=plan.parser,
             tools=plan.tools,
+            stream=bool(asked.stream),
         )
         self.choices = [
             MessageChoice(index=i, reader=self.format.reader()) for i in range(self.sampling.n)

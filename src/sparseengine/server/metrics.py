@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.registry import Collector
 
 from sparseengine.async_llm import AsyncLLM
 from sparseengine.engine.messages import Delta
+from sparseengine.engine.stats import TOKEN_BOUNDS
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -22,6 +27,7 @@ _GAUGES = {
     "kv_cache_usage_perc": "share of KV pages in use, 0 to 1",
     "kv_tokens_logical": "tokens that running requests stand for",
     "kv_tokens_resident": "tokens that dense rows of the same bytes would hold",
+    "kv_bytes_read_per_step": "KV bytes that the decodes of a step read, by lengths and budgets",
 }
 _COUNTERS = {
     "prompt_tokens": "prompt tokens of requests",
@@ -129,6 +135,31 @@ class _EngineValues(Collector):
         for method, count in self._llm.freed_bytes.items():
             freed.add_metric([self._model, method], count)
         yield freed
+        yield self._fallbacks(values)
+        yield self._iterations(values)
+
+    def _fallbacks(self, values: Mapping[str, float]) -> CounterMetricFamily:
+        """The one site that decides anew at every step; the others are in /server_info."""
+        found = CounterMetricFamily(
+            _PREFIX + "route_fallback",
+            "steps of decodes that ran eagerly although graphs are captured",
+            labels=[*self._labels, "site"],
+        )
+        found.add_metric(
+            [self._model, "decode_graph"], values.get("route_fallback_decode_graph", 0.0)
+        )
+        return found
+
+    def _iterations(self, values: Mapping[str, float]) -> HistogramMetricFamily:
+        found = HistogramMetricFamily(
+            _PREFIX + "iteration_tokens", "tokens of a step", labels=self._labels
+        )
+        buckets, total = [], 0.0
+        for bound in (*TOKEN_BOUNDS, "inf"):
+            total += values.get(f"iteration_tokens_le_{bound}", 0.0)
+            buckets.append(("+Inf" if bound == "inf" else str(float(bound)), total))
+        found.add_metric([self._model], buckets, values.get("iteration_tokens_sum", 0.0))
+        return found
 
     def _gauge(self, name: str, doc: str, value: float) -> GaugeMetricFamily:
         gauge = GaugeMetricFamily(_PREFIX + name, doc, labels=self._labels)

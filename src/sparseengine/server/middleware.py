@@ -17,6 +17,7 @@ from sparseengine.errors import SparseEngineError
 from sparseengine.server.errors import ApiError, as_api_error
 from sparseengine.server.records import Record, log
 from sparseengine.server.settings import ServerSettings
+from sparseengine.server.tracing import Tracer
 from sparseengine.server.ui import PAGE_PATHS
 
 Scope = MutableMapping[str, Any]
@@ -30,14 +31,22 @@ _log = logging.getLogger("sparseengine.server")
 
 
 class Envelope:
-    """Wraps the application. `answered(path, status)` counts, `routes` bounds what it counts."""
+    """Wraps the application. `answered(path, status)` counts, `paths` bounds what it counts.
+
+    tracer: gets every request that has an access line; None: there are no traces.
+    """
 
     def __init__(
-        self, app: App, settings: ServerSettings, answered: Callable[[str, int], None]
+        self,
+        app: App,
+        settings: ServerSettings,
+        answered: Callable[[str, int], None],
+        tracer: Tracer | None = None,
     ) -> None:
         self._app = app
         self._settings = settings
         self._answered = answered
+        self._tracer = tracer
         self._keys = [_digest(k.encode()) for k in settings.api_keys]
         self.paths: frozenset[str] = frozenset()
 
@@ -74,8 +83,12 @@ class Envelope:
         finally:
             path = scope["path"] if scope["path"] in self.paths else "other"
             self._answered(path, record.status)
-            if self._settings.access_log and scope["path"] not in OPEN_PATHS:
-                log.info(record.line())
+            if scope["path"] not in OPEN_PATHS:
+                if self._settings.access_log:
+                    log.info(record.line())
+                if self._tracer is not None:
+                    parent = _printable(headers.get(b"traceparent"))
+                    self._tracer.ended(record, parent, path)
 
     async def _say(self, error: ApiError, scope: Scope, receive: Receive, reply: _Reply) -> None:
         if not reply.started:

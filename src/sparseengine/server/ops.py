@@ -78,7 +78,28 @@ def server_info(service: Service) -> Response:
             "tool_call_parser": s.tool_call_parser,
             "reasoning_parser": s.reasoning_parser,
             "memory": info.memory,
+            "server": {
+                name: {"value": value.value, "source": str(value.source)}
+                for name, value in s.origins.items()
+            },
             "explain": info.explained,
+        }
+    )
+
+
+def tokenizer_info(service: Service) -> Response:
+    """Special tokens and the chat template, under the names of transformers' tokenizer config."""
+    tokenizer = service.prompts.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer")
+    specials = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+    return JSONResponse(
+        {
+            **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")),
+            **specials,
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": service.info.max_model_len,
+            "chat_template": service.settings.chat_template or tokenizer.chat_template,
         }
     )
 
@@ -88,7 +109,8 @@ async def tokenize(service: Service, request: Request, body: TokenizeBody) -> di
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give prompt or messages, one of them", param="prompt")
     if body.prompt is not None:
-        ids = await service.encode(body.prompt, special=body.add_special_tokens)
+        has_text = body.prompt != "" or body.add_special_tokens
+        ids = await service.encode(body.prompt, special=body.add_special_tokens) if has_text else []
     else:
         _, ids = await service.encode_chat(
             flatten_messages(body.messages or []),

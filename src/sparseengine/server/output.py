@@ -35,20 +35,24 @@ class OutputFormat:
     """How the outputs of one request are read.
 
     reasoning: name of the splitter, None shows all as content. prompt: the rendered conversation.
-    parser: of tool calls, None when the request offers none. tools: what it offers.
+    parser: of tool calls, None when the request offers none. tools: what it offers. stream: the
+    client sees outputs as they come, arguments of calls included.
     """
 
     reasoning: str | None = None
     prompt: str = ""
     parser: ToolParser | None = None
     tools: Sequence[Mapping[str, Any]] = ()
+    stream: bool = False
 
     def reader(self) -> OutputReader:
         """For one completion."""
         splitter = None
         if self.reasoning is not None:
             splitter = splitter_for(self.reasoning, prompt=self.prompt)
-        stream = None if self.parser is None else self.parser.stream(self.tools)
+        stream = None
+        if self.parser is not None:
+            stream = self.parser.stream(self.tools, eager=self.stream)
         return OutputReader(splitter, stream)
 
 
@@ -70,6 +74,11 @@ class OutputReader:
         self.reasoning = ""
         self.content = ""
         self.calls: list[Call] = []
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a call came to its end."""
+        return self._stream is not None and self._stream.num_complete > 0
 
     def push(self, text: str) -> list[Event]:
         if not text:

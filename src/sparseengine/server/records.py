@@ -86,6 +86,10 @@ class Record:
                 self.dense_kv_bytes += delta.metrics.dense_kv_bytes
 
     def line(self) -> str:
+        return json.dumps(self.fields(), ensure_ascii=True)
+
+    def fields(self) -> dict[str, Any]:
+        """What the access line holds."""
         found: dict[str, Any] = {
             "id": self.id,
             "client_id": self.client_id,
@@ -108,4 +112,4 @@ class Record:
                 "ttft": None if first is None else round(first - self.started, 4),
                 "end": ",".join(ended),
             }
-        return json.dumps(found, ensure_ascii=True)
+        return found

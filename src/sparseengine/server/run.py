@@ -94,6 +94,8 @@ class Server:
             await self._uvicorn.serve(sockets=[self.socket])
         finally:
             watch.cancel()
+            if self.service.tracer is not None:
+                await asyncio.to_thread(self.service.tracer.close)
 
     async def _watch_engine(self) -> None:
         """A dead engine is for a supervisor to restart: answer what waits, then leave."""

@@ -19,6 +19,7 @@ from sparseengine.server.metrics import Metrics
 from sparseengine.server.records import Record
 from sparseengine.server.schemas import SparseFields
 from sparseengine.server.settings import ServerSettings
+from sparseengine.server.tracing import Tracer
 
 _INLINE_CHARS = 2000  # longer texts are encoded beside the event loop
 _TEMPLATE_OWN = {
@@ -52,6 +53,8 @@ class Service:
         tokenizer = llm.prompts.tokenizer
         self.prompts = Prompts(tokenizer, self.info.model, settings.chat_template)
         self.metrics = Metrics(self.names[0], llm)
+        endpoint = settings.otlp_traces_endpoint
+        self.tracer = None if endpoint is None else Tracer.to(endpoint)
         self.created = int(time.time())
         self.capacity = self.info.max_num_seqs + settings.max_queue
         self.in_flight = 0

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from sparseengine import env
+from sparseengine.console import server_values
 from sparseengine.errors import ConfigError
+from sparseengine.provenance import Value
+from sparseengine.server.tracing import check_tracing
+from sparseengine.server_params import shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Names, access, limits and times of a server. Times are seconds."""
+    """Names, access, limits and times of a server. Times are seconds.
+
+    origins: where the values come from, by keyword and without secrets.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -32,128 +39,36 @@ class ServerSettings:
     log_requests: bool = False
     log_text: bool = False
     access_log: bool = True
-
-
-def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    d = ServerSettings()
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--host", default=d.host, help=f"address to listen on [default: {d.host}]")
-    add("--port", type=int, default=d.port, help="port; 0 takes a free one [default: 8000]")
-    add(
-        "--served-model-name",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="names that requests may use; the first one is shown [default: the model's]",
-    )
-    add(
-        "--api-key",
-        nargs="+",
-        default=[],
-        metavar="KEY",
-        help="keys that clients must send (or SPARSEENGINE_API_KEY); none: anyone may ask",
-    )
-    add(
-        "--allowed-origins",
-        nargs="+",
-        default=[],
-        metavar="ORIGIN",
-        help="origins of web pages that may call the server [default: none]",
-    )
-    add("--chat-template", metavar="FILE", help="a Jinja chat template, or its text")
-    add("--tool-call-parser", metavar="NAME", help="how the model writes tool calls, e.g. hermes")
-    add(
-        "--enable-auto-tool-choice",
-        action="store_true",
-        help="as vLLM's; --tool-call-parser alone is enough",
-    )
-    add("--reasoning-parser", metavar="NAME", help="how the model marks its reasoning, e.g. qwen3")
-    _add_limits(group, d)
-
-
-_NUMBERS: tuple[tuple[str, type, str], ...] = (
-    ("max_queue", int, "completions that may wait beside those that run; more get 429"),
-    ("max_n", int, "most answers per prompt"),
-    ("max_stop", int, "most stop strings per request"),
-    ("max_body_bytes", int, "largest request body"),
-    ("health_timeout", float, "/health says 503 when the engine stands still for so many seconds"),
-    ("drain_timeout", float, "seconds that running requests have to end after SIGTERM"),
-    ("client_timeout", float, "seconds after which a client that neither sends nor reads is cut"),
-)
-
-
-def _add_limits(group: argparse._ArgumentGroup, d: ServerSettings) -> None:
-    add = group.add_argument
-    for name, kind, doc in _NUMBERS:
-        default = getattr(d, name)
-        text = f"{doc} [default: {default:g}]" if kind is float else f"{doc} [default: {default}]"
-        flag = "--" + name.replace("_", "-")
-        add(flag, type=kind, default=default, metavar="N", help=text)
-    add(
-        "--log-requests",
-        action="store_true",
-        help="log every request's parameters, with lengths in place of texts",
-    )
-    add("--log-text", action="store_true", help="with --log-requests: log the texts, too")
-    add(
-        "--access-log",
-        action=argparse.BooleanOptionalAction,
-        default=d.access_log,
-        help="one JSON line per request on standard error",
-    )
+    otlp_traces_endpoint: str | None = None
+    origins: Mapping[str, Value] = field(default_factory=dict, compare=False, repr=False)
 
 
 def server_settings(args: argparse.Namespace) -> ServerSettings:
-    """The settings behind the flags. Raises `ConfigError`."""
-    for name, low in (("max_queue", 0), ("max_n", 1), ("max_stop", 0), ("max_body_bytes", 1)):
-        if getattr(args, name) < low:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {getattr(args, name)} is not allowed; it must be >= {low}")
-    for name in ("health_timeout", "drain_timeout", "client_timeout"):
-        value = getattr(args, name)
-        if not 0 < value < 1e9:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value} is not allowed; it must be seconds above 0")
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port {args.port} is not allowed; it must be in [0, 65535]")
-    if args.log_text and not args.log_requests:
+    """The settings behind flags, --config and the environment. Raises `ConfigError`."""
+    values = server_values(args)
+    given = {name: value.value for name, value in values.items()}
+    if given["log_text"] and not given["log_requests"]:
         raise ConfigError("--log-text adds texts to --log-requests: give that, too")
-    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+    if given.pop("enable_auto_tool_choice") and given["tool_call_parser"] is None:
         raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser NAME")
-    _check_parsers(args)
-    keys = [k for k in (*args.api_key, env.api_key()) if k]
-    return ServerSettings(
-        host=args.host,
-        port=args.port,
-        served_model_names=tuple(args.served_model_name),
-        api_keys=tuple(keys),
-        allowed_origins=tuple(args.allowed_origins),
-        chat_template=_template(args.chat_template),
-        tool_call_parser=args.tool_call_parser,
-        reasoning_parser=args.reasoning_parser,
-        max_queue=args.max_queue,
-        max_n=args.max_n,
-        max_stop=args.max_stop,
-        max_body_bytes=args.max_body_bytes,
-        health_timeout=args.health_timeout,
-        drain_timeout=args.drain_timeout,
-        client_timeout=args.client_timeout,
-        log_requests=args.log_requests,
-        log_text=args.log_text,
-        access_log=args.access_log,
-    )
+    _check_parsers(given["tool_call_parser"], given["reasoning_parser"])
+    if given["otlp_traces_endpoint"] is not None:
+        check_tracing(given["otlp_traces_endpoint"])
+    given["chat_template"] = _template(given["chat_template"])
+    given["served_model_names"] = given.pop("served_model_name")
+    given["api_keys"] = given.pop("api_key")
+    return ServerSettings(**given, origins={n: shown(n, v) for n, v in values.items()})
 
 
-def _check_parsers(args: argparse.Namespace) -> None:
+def _check_parsers(tools: str | None, reasoning: str | None) -> None:
     """Unknown parsers are found before a model is loaded."""
     from sparseengine.server.reasoning import splitter_for
     from sparseengine.server.tools import parser_for
 
-    if args.tool_call_parser is not None:
-        parser_for(args.tool_call_parser)
-    if args.reasoning_parser is not None:
-        splitter_for(args.reasoning_parser)
+    if tools is not None:
+        parser_for(tools)
+    if reasoning is not None:
+        splitter_for(reasoning)
 
 
 def _template(given: str | None) -> str | None:

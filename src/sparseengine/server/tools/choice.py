@@ -168,7 +168,7 @@ class _Named:
         return find_literal(text, ("{",), last)
 
     def scanner(self, text: str, tools: Tools) -> Scanner:
-        return ObjectScanner(0, self._call)
+        return ObjectScanner(0, self._call, head=lambda text, start: (self._name, start))
 
     def _call(self, raw: str) -> tuple[str, str] | None:
         try:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sparseengine.server.tools.arguments import ArgumentsText
 from sparseengine.server.tools.schema import tool_schemas
 from sparseengine.server.tools.stream import Found, Scanner, Tools, find_literal
 
@@ -103,20 +104,50 @@ def read_call(text: str) -> tuple[str, str] | None:
     return name.strip(), arguments
 
 
+_HEAD = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
+    r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_HEAD_CHARS = 512  # a call whose arguments begin later is reported when it is complete
+
+Head = Callable[[str, int], tuple[str, int] | None]
+
+
+def read_head(text: str, start: int) -> tuple[str, int] | None:
+    """(name, where its arguments begin) of the object at `start`, in the usual order of keys."""
+    match = _HEAD.match(text, start, start + _HEAD_CHARS)
+    if match is None:
+        return None
+    try:
+        name = load(match[1]).strip()
+    except ValueError:
+        return None
+    return (name, match.end()) if name else None
+
+
 class ObjectScanner:
     """An opening of `opening` characters, white space or `skip`, an object.
 
-    read: from the object's text to (name, arguments), or None when it is no call.
+    read: from the object's text to (name, arguments), or None when it is no call. head: from its
+    beginning to the name and to where its arguments begin, None when they are not known (yet).
     """
 
     def __init__(
-        self, opening: int, read: Callable[[str], tuple[str, str] | None], skip: str = ""
+        self,
+        opening: int,
+        read: Callable[[str], tuple[str, str] | None],
+        skip: str = "",
+        head: Head = read_head,
     ) -> None:
         self._opening = opening
         self._read = read
         self._skip = skip
+        self._head = head
         self._start = opening
         self._end: ObjectEnd | None = None
+        self._name: str | None = None
+        self._arguments: ArgumentsText | None = None
+        self._may_begin = True
 
     def scan(self, text: str, last: bool) -> Found | None:
         if self._end is None:
@@ -127,12 +158,33 @@ class ObjectScanner:
                 return Found(end=max(self._opening, 1))
             self._end = ObjectEnd(self._start)
         end = self._end.find(text)
+        self._follow(text if end is None else text[:end])
         if end is None:
             return Found(end=len(text)) if last else None
         call = self._read(text[self._start : end])
         if call is None:
             return Found(end=end)
-        return Found(end=end, name=call[0], arguments=call[1])
+        if self._name is None or self._arguments is None:
+            return Found(end=end, name=call[0], arguments=call[1])
+        if not self._arguments.complete:
+            return Found(end=end)
+        return Found(end=end, name=self._name, arguments=self._arguments.text)
+
+    def begun(self) -> tuple[str, str] | None:
+        if self._name is None or self._arguments is None:
+            return None
+        return self._name, self._arguments.take()
+
+    def _follow(self, text: str) -> None:
+        """Read the arguments as far as they are there."""
+        if self._arguments is None and self._may_begin:
+            found = self._head(text, self._start)
+            self._may_begin = len(text) < self._start + _HEAD_CHARS
+            if found is not None:
+                self._name, at = found
+                self._arguments = ArgumentsText(at)
+        if self._arguments is not None:
+            self._arguments.feed(text)
 
 
 class Hermes:
@@ -183,7 +235,11 @@ class Llama3:
             call = read_call(raw)
             return call if call and (not names or call[0] in names) else None
 
-        return ObjectScanner(0, read)
+        def head(text: str, start: int) -> tuple[str, int] | None:
+            found = read_head(text, start)
+            return found if found and (not names or found[0] in names) else None
+
+        return ObjectScanner(0, read, head=head)
 
 
 class DeepSeek:
@@ -210,6 +266,10 @@ class _DeepSeekScanner:
         self._name = ""
         self._start = 0
         self._end: ObjectEnd | None = None
+        self._arguments = ArgumentsText(0)
+
+    def begun(self) -> tuple[str, str] | None:
+        return None if self._end is None else (self._name, self._arguments.take())
 
     def scan(self, text: str, last: bool) -> Found | None:
         if self._end is None:
@@ -217,16 +277,16 @@ class _DeepSeekScanner:
             if found is not None or self._end is None:
                 return found or (Found(end=len(text)) if last else None)
         end = self._end.find(text)
+        self._arguments.feed(text if end is None else text[:end])
         if end is None:
             return Found(end=len(text)) if last else None
-        raw = text[self._start : end]
         try:
-            arguments = arguments_text(load(raw))
+            is_call = arguments_text(load(text[self._start : end])) is not None
         except ValueError:
-            arguments = None
-        if arguments is None:
+            is_call = False
+        if not is_call or not self._arguments.complete:
             return Found(end=end)
-        return Found(end=end, name=self._name, arguments=arguments)
+        return Found(end=end, name=self._name, arguments=self._arguments.text)
 
     def _head(self, text: str) -> Found | None:
         """Everything before the arguments. A `Found` when this is no call; None: wait or go on."""
@@ -253,6 +313,7 @@ class _DeepSeekScanner:
         if not name.strip() or not is_fence:
             return Found(end=sep + len(self._sep))
         self._name, self._start, self._end = name.strip(), brace, ObjectEnd(brace)
+        self._arguments = ArgumentsText(brace)
         return None
 
 

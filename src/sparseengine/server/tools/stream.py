@@ -1,10 +1,14 @@
 """The part that all tool-call formats share: text in, events out.
 
 Text that may be the start of a call is held back until it is one or cannot become one. A call is
-reported when it is complete and well formed, and not before: what was sent cannot be taken back,
-and a client must never run a call that was cut off or that is not JSON. Anything that turns out not
-to be a call is content, unchanged. How the text is split into pushes decides nothing but how
-content is split into events.
+complete when it is well formed to its end: a client must never run a call that was cut off or that
+is not JSON. Anything that turns out not to be a call is content, unchanged. How the text is split
+into pushes decides nothing but how content and arguments are split into events.
+
+An eager stream reports a call as soon as its name and the beginning of its arguments are known, and
+the arguments while they are written, without their last brace, which comes when the call is
+complete. A call that was begun and does not become complete stays without that brace: what was sent
+cannot be taken back, and is no JSON that a client could run.
 
 White space next to a call (the line breaks that templates put there) is not content.
 """
@@ -44,6 +48,10 @@ class Scanner(Protocol):
         """None: more text is needed; never when `last`. `text` only grows between calls."""
         ...
 
+    def begun(self) -> tuple[str, str] | None:
+        """(name, arguments that came since the last call) of a call that is under way."""
+        ...
+
 
 class Format(Protocol):
     """How one family of models writes calls.
@@ -81,11 +89,17 @@ def held(text: str, marks: Sequence[str]) -> int:
 
 
 class ToolStream:
-    """One output as it comes. After `finish` it is used up."""
+    """One output as it comes. After `finish` it is used up.
 
-    def __init__(self, form: Format, tools: Tools) -> None:
+    num_complete: calls that came to their end.
+    """
+
+    def __init__(self, form: Format, tools: Tools, *, eager: bool = False) -> None:
         self._form = form
         self._tools = tools
+        self._eager = eager
+        self._sent: int | None = None  # characters of arguments that the open call has shown
+        self.num_complete = 0
         self._text = ""
         self._space = ""  # white space that is content only if content follows
         self._scanner: Scanner | None = None
@@ -117,13 +131,17 @@ class ToolStream:
                     break
                 self._scanner = self._form.scanner(self._text, self._tools)
             found = self._scanner.scan(self._text, last)
+            if self._eager:
+                self._begin(self._scanner.begun())
             if found is None:
                 break
             self._scanner = None
-            if found.name is None:
-                self._content(found.end)
-            else:
+            if found.name is not None:
                 self._call(found)
+            elif self._sent is not None:  # begun, and it is no call: the rest of it is dropped
+                self._end_call(found)
+            else:
+                self._content(found.end)
         events, self._events = self._events, []
         return events
 
@@ -136,11 +154,28 @@ class ToolStream:
         if shown:
             self._events.append(ContentDelta(text=shown))
 
+    def _begin(self, begun: tuple[str, str] | None) -> None:
+        """Show a call that is under way, and what is new of its arguments."""
+        if begun is None:
+            return
+        name, text = begun
+        if self._sent is None:
+            self._events.append(CallStart(index=self._num_calls, id=new_call_id(), name=name))
+            self._sent, self._space = 0, ""
+        if text:
+            self._events.append(ArgumentsDelta(index=self._num_calls, text=text))
+            self._sent += len(text)
+
     def _call(self, found: Found) -> None:
-        index, self._num_calls = self._num_calls, self._num_calls + 1
-        self._text, self._space = self._text[found.end :], ""
-        self._events.append(CallStart(index=index, id=new_call_id(), name=found.name or ""))
-        self._events.append(ArgumentsDelta(index=index, text=found.arguments))
+        self._begin((found.name or "", ""))
+        rest = found.arguments[self._sent or 0 :]
+        self._events.append(ArgumentsDelta(index=self._num_calls, text=rest))
+        self._end_call(found)
+        self.num_complete += 1
+
+    def _end_call(self, found: Found) -> None:
+        self._text, self._space, self._sent = self._text[found.end :], "", None
+        self._num_calls += 1
         self._behind_call = True
 
     def _skip_trailing(self, last: bool) -> bool:
@@ -168,9 +203,12 @@ class ToolParser:
         self._form = form
         self.needs_special_tokens = needs_special_tokens
 
-    def stream(self, tools: Tools = ()) -> ToolStream:
-        """A new output's stream. `tools`: what the request offers, in OpenAI's shape."""
-        return ToolStream(self._form, tools)
+    def stream(self, tools: Tools = (), *, eager: bool = False) -> ToolStream:
+        """A new output's stream. `tools`: what the request offers, in OpenAI's shape.
+
+        eager: arguments come while they are written, where the format is JSON.
+        """
+        return ToolStream(self._form, tools, eager=eager)
 
     def parse(self, text: str, tools: Tools = ()) -> ParsedTools:
         """A whole output: what a stream of the same text adds up to. Never raises."""

@@ -83,6 +83,9 @@ class _TagScanner:
         self._key: str | None = None
         self._arguments: dict[str, str] = {}
 
+    def begun(self) -> None:
+        """Values get their types when all of them are known: a call is shown when complete."""
+
     def scan(self, text: str, last: bool) -> Found | None:
         while True:
             if self._name is None:
