@@ -162,8 +162,7 @@ def test_keys_that_the_prompt_keeps_asking_for_stay() -> None:
 
 def test_moments_are_held_while_the_prompt_runs_only() -> None:
     with_spread, mean_alone = (
-        {a.name: a for a in make(model_of(), NAME, covariance=c).cache_plan()[0].aux}
-        for c in (True, False)
+        {a.name: a for a in make(model_of(), NAME, covariance=c).aux()} for c in (True, False)
     )
     assert set(with_spread) - set(mean_alone) == {"query_products"}
     for spec in with_spread.values():
