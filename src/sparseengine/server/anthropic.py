@@ -36,6 +36,7 @@ class MessagesJob:
         choice = body.tool_choice
         await self.talk.prepare(
             Asked(
+                stream=bool(self.body.stream),
                 messages=flatten_messages(chat_messages(body.system, body.messages)),
                 sampling={
                     "temperature": body.temperature,

@@ -39,6 +39,7 @@ class ChatJob:
         body = self.body
         await self.conversation.prepare(
             Asked(
+                stream=bool(self.body.stream),
                 messages=flatten_messages(body.messages),
                 sampling=self._fields(),
                 sparse=body.sparse,

@@ -35,6 +35,7 @@ class Asked:
     template_kwargs: Mapping[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    stream: bool = False
 
 
 class Conversation:

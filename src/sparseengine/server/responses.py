@@ -53,6 +53,7 @@ class ResponsesJob:
         effort = body.reasoning.effort if body.reasoning is not None else None
         await self.talk.prepare(
             Asked(
+                stream=bool(self.body.stream),
                 messages=flatten_messages(chat_messages(body.instructions, body.input)),
                 sampling={
                     "temperature": body.temperature,
