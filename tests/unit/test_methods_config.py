@@ -104,6 +104,9 @@ def test_presets_of_adakv_are_its_own_and_its_scorers() -> None:
     config = make_method("adakv", {"preset": "kvpress", "alpha": 0.5}, FOUR).config
     assert (config.alpha, config.form) == (0.5, "floor")
     assert (config.scorer_config.window, config.scorer_config.sink) == (64, 0)
+    for wrong in (["kvpress"], 3, None):
+        with pytest.raises(RequestError, match="unknown preset"):
+            make_method("adakv", {"preset": wrong}, FOUR)
     config = make_method("adakv", {"preset": "longbench"}, FOUR).config
     assert (config.alpha, config.scorer_config.kernel) == (0.2, 7)
 

@@ -66,12 +66,13 @@ class AdaKVConfig(MethodConfig):
         rest = {k: v for k, v in knobs.items() if k not in own}
         scorer = _scorer_class(own.get("scorer", "snapkv"))
         preset, inner_presets = rest.get("preset"), scorer.config_class.presets
+        is_named = isinstance(preset, str)
         if (
             isinstance(preset, str) and preset in cls.presets
         ):  # of the allocation, and of the scorer if it has it, too
             own = {**cls.presets[preset], **own}
             rest = {k: v for k, v in rest.items() if k != "preset" or preset in inner_presets}
-        elif "preset" in rest and preset not in inner_presets:
+        elif "preset" in rest and not (is_named and preset in inner_presets):
             known = {*cls.presets, *inner_presets}
             raise RequestError(f"{method}: {unknown_preset(preset, known)}")
         inner = scorer.config_class.from_knobs(f"{method} with scorer={scorer.name}", rest)
