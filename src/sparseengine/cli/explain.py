@@ -143,7 +143,7 @@ def _method(method: Mapping[str, Any]) -> str:
 
 
 def _stage(stage: Mapping[str, Any]) -> str:
-    """A stage of a pipeline: its name, and a scope or tokens in brackets."""
+    """A stage of a pipeline, as in `page_quanta (model)`."""
     more = stage.get("scope") or (f"{stage['tokens']:,} tokens" if "tokens" in stage else "")
     return f"{stage['name']} ({more})" if more else str(stage["name"])
 
