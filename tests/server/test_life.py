@@ -270,9 +270,11 @@ def test_what_running_rows_hold_and_read(checkpoint: Path, monkeypatch: pytest.M
             stop = threading.Event()
             ask = threading.Thread(target=keep_asking, args=(served, body, stop))
             ask.start()
-            served.wait(noted)
-            stop.set()
-            ask.join(60)
+            try:
+                served.wait(noted)
+            finally:
+                stop.set()
+                ask.join(60)
             served.wait_idle()
             served.wait(lambda: served.llm.metrics["kv_tokens_logical"] == 0)
     dense, kept, read = (seen[m] for m in ("full", "snapkv", "quest"))
