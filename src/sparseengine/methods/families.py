@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -186,7 +186,7 @@ class EvictionMethod(Method):
         own = self.layer_budget(at.layer, max(lens), budget)
         found = _Pending(self.score(at, chunk).float(), lens, own)
         if request.sparse.kv_error is not None:
-            found.counts = self._counts(at, chunk, found, request.sparse.kv_error)
+            found = replace(found, counts=self._counts(at, chunk, found, request.sparse.kv_error))
         self._pending.setdefault(request.id, {})[at.layer] = found
 
     def _counts(self, at: LayerStep, chunk: int, found: _Pending, error: float) -> Tensor:
