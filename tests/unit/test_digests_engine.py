@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def kept(llm: LLM, sparse: SparseParams) -> list[int]:
 
 def test_a_smaller_error_keeps_more_and_none_keeps_all(llm: LLM) -> None:
     sizes = [kept(llm, SparseParams("snapkv", kv_error=e, record=True)) for e in (1, 0.3, 0.05, 0)]
-    for few, many in zip(sizes, sizes[1:], strict=False):
+    for few, many in pairwise(sizes):
         assert all(a <= b for a, b in zip(few, many, strict=True))
         assert sum(few) < sum(many)
     assert set(sizes[-1]) == {200}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-
 _MARGIN = 1 - 1e-4  # of an error target: fp32 softmaxes are that exact
 
 
