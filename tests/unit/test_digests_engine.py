@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.errors import ConfigError, RequestError
 from sparseengine.llm import LLM
 from sparseengine.methods.budgets import tokens_for_error
+from sparseengine.server.errors import ApiError
+from sparseengine.server.schemas import SparseFields
+from sparseengine.server.service import Service
 
 METHODS = ("full", "snapkv", "tova", "streaming_llm")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
@@ -168,6 +172,15 @@ def test_methods_that_cannot_say_so(llm: LLM, sparse: SparseParams, message: str
 def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(wrong))}="):
         SparseParams("snapkv", **wrong)
+
+
+def test_a_server_takes_the_fields_and_checks_them() -> None:
+    info = SimpleNamespace(methods=("snapkv",), prefill="dense", prefill_config={})
+    service: Any = SimpleNamespace(info=info)
+    given = SparseFields(budget=40, dropped_mass=True, compensate=True)
+    assert Service.sparse(service, given) == MENDED
+    with pytest.raises(ApiError, match="kv_error=2"):
+        Service.sparse(service, SparseFields(kv_error=2))
 
 
 def test_an_engine_may_have_them_as_its_default(folder: Path) -> None:

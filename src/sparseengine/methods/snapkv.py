@@ -87,7 +87,8 @@ class SnapKV(EvictionMethod):
         """Mean attention of the window's queries on each key: fp32 [Hq, L]."""
         seen = min(self.config.window, at.plan.chunks[chunk].stop)
         queries = at.request_aux(self._ring, chunk)[-seen:]
-        return at.scores(chunk, queries) / seen
+        mass: Tensor = at.scores(chunk, queries) / seen
+        return mass
 
     def masses(self, at: LayerStep, chunk: int) -> Tensor:
         return self._attention(at, chunk).view(at.spec.kv_heads, at.spec.group_size, -1).mean(1)
@@ -98,7 +99,8 @@ class SnapKV(EvictionMethod):
         lens = at.table()[1][chunk]  # [G], on the device: no wait
         slot = torch.arange(mass.shape[1], device=mass.device)
         before = slot < (lens - self.config.window)[:, None]  # [G, L]
-        grouped = mass.unflatten(0, (at.spec.kv_heads, -1)) * before[:, None]  # [Hkv, g, L]
+        grouped = mass.view(at.spec.kv_heads, at.spec.group_size, -1)  # [Hkv, g, L]
+        grouped = grouped * before[:, None]
         return torch.where(before, self._pool(grouped).mean(1), 0.0)
 
     def _pool(self, mass: Tensor) -> Tensor:
