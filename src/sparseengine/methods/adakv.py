@@ -67,9 +67,8 @@ class AdaKVConfig(MethodConfig):
         scorer = _scorer_class(own.get("scorer", "snapkv"))
         preset, inner_presets = rest.get("preset"), scorer.config_class.presets
         is_named = isinstance(preset, str)
-        if (
-            isinstance(preset, str) and preset in cls.presets
-        ):  # of the allocation, and of the scorer if it has it, too
+        if isinstance(preset, str) and preset in cls.presets:
+            # of the allocation, and of the scorer if it has it, too
             own = {**cls.presets[preset], **own}
             rest = {k: v for k, v in rest.items() if k != "preset" or preset in inner_presets}
         elif "preset" in rest and not (is_named and preset in inner_presets):
