@@ -104,7 +104,7 @@ class Collector:
                 stop = text.push(sample.token)
                 finish = finish or (None if stop is None else Finish("stop", stop))
             completion.text = text.text
-        completion.sparse = self.controller.recorder.result(request.id)
+        completion.sparse = self.controller.sparse_output(request)
         if finish is None and request.num_generated >= request.max_tokens:
             finish = Finish("length")
         self._changed[family.output.request_id] = family

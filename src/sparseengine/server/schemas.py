@@ -27,6 +27,9 @@ class SparseFields(BaseModel):
     budget: Int64 | None = None
     ratio: float | None = None
     record: bool = False
+    kv_error: float | None = None
+    dropped_mass: bool = False
+    compensate: bool = False
 
 
 class StreamOptions(Body):

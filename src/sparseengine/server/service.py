@@ -173,14 +173,13 @@ class Service:
         if given is None:
             return None
         knobs = dict(given.model_extra or {})
+        knobs |= given.model_dump(exclude={"method", *knobs})
         method = given.method or self.info.methods[0]
         if "prefill" not in knobs:
             knobs["prefill"] = self.info.prefill
             knobs.setdefault("prefill_config", self.info.prefill_config)
         try:
-            return SparseParams(
-                method, budget=given.budget, ratio=given.ratio, record=given.record, **knobs
-            )
+            return SparseParams(method, **knobs)
         except (RequestError, TypeError) as error:
             raise ApiError(400, f"sparse: {error}", param="sparse") from None
 
