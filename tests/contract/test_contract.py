@@ -145,6 +145,10 @@ class GuardedHooks:
         with NoSync():
             return self.inner.prefill_masks(at)
 
+    def add_digests(self, at: Any, out: Any) -> Any:
+        with NoSync():
+            return self.inner.add_digests(at, out)
+
     def observe(self, at: Any) -> None:
         with NoSync():
             self.inner.observe(at)
