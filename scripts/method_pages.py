@@ -40,6 +40,8 @@ WHEN = {
     "pyramidkv": "As `snapkv`, for models whose upper layers look at few tokens. On small models, "
     "whose last layers do the looking up, it loses to `snapkv`.",
     "rkv": "Long reasoning: the answer grows far beyond the budget and repeats itself.",
+    "skipkv": "As `rkv`, when the answer says the same in whole sentences again and again. Its "
+    "steps are not run ahead, for it reads what was generated.",
     "h2o": "Long prompts and long answers under one fixed budget, when attention is spread over "
     "the same few tokens for long.",
     "tova": "Long answers under a fixed budget that follow the newest token closely. What is "

@@ -50,7 +50,7 @@ def filled(llm: LLM, batch: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", [m for m in METHODS if not METHODS.get(m).traits.reads_tokens])
 def test_rows_and_bytes_are_those_of_computed_requests(method, family, folders) -> None:
     """Rows that share a budget by scores may differ, and pages with them; their sum may not."""
     with engine_of(folders[family], method) as llm:
@@ -70,6 +70,16 @@ def test_rows_and_bytes_are_those_of_computed_requests(method, family, folders) 
             done = llm.engine.step()
         assert {o.outputs[0].finish_reason for o in done} == {"length"}
         assert cache.free_pages() == cache.total_pages()
+
+
+def test_methods_that_read_the_text_are_refused(folders) -> None:
+    name = next(m for m in METHODS if METHODS.get(m).traits.reads_tokens)
+    prompt = make_prompts(300, LENGTH, 1, seed=1)[0]
+    with (
+        engine_of(folders["llama"], name) as llm,
+        pytest.raises(ConfigError, match=f"--synthetic-kv is not possible with method '{name}'"),
+    ):
+        probe(llm, prompt)
 
 
 def test_summaries_of_made_up_pages_are_those_of_their_keys(folders) -> None:

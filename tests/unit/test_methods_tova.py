@@ -152,6 +152,6 @@ def test_the_row_is_one_per_layer_and_knobs_are_checked() -> None:
     assert [g.ragged for g in method.cache_plan()] == [Ragged.LAYER]
     assert [a.name for a in method.cache_plan()[0].aux] == ["eviction_score"]
     assert not method.traits.graph_safe
-    for wrong in ({"burst": -1}, {"preset": "paper"}, {"window": 3}):
+    for wrong in ({"burst": -1}, {"preset": "nothing"}, {"window": 3}):
         with pytest.raises(RequestError):
             make(toy_spec("ff"), "tova", **wrong)

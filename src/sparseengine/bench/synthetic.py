@@ -70,8 +70,15 @@ def probe(llm: LLM, prompt: Sequence[int], *, compute: bool = False) -> Probe:
     """
     from sparseengine.core.params import SamplingParams
     from sparseengine.core.plan import Chunk, Purpose
+    from sparseengine.methods import METHODS
 
     engine = llm.engine
+    name = llm.resolved.sparse.method
+    if METHODS.get(name).traits.reads_tokens:
+        raise ConfigError(
+            f"--synthetic-kv is not possible with method {name!r}: it reads the text, and a "
+            "history that was not computed has none that fits; leave --synthetic-kv out"
+        )
     sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
     sparse = sparse_params(llm.resolved.config, record=True)
     submission = engine.prepare(prompt, sampling, sparse)

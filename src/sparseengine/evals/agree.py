@@ -111,7 +111,7 @@ class Agree:
 
 
 def key_of(case: Case) -> dict[str, Any]:
-    return {"method": case.method, "budget": case.budget}
+    return {"method": case.name, "budget": case.budget}
 
 
 def point(row: dict[str, Any]) -> Point:

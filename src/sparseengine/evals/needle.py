@@ -101,7 +101,7 @@ class Needle:
 
 
 def key_of(case: Case, length: int) -> dict[str, Any]:
-    return {"method": case.method, "budget": case.budget, "length": length}
+    return {"method": case.name, "budget": case.budget, "length": length}
 
 
 def point(row: dict[str, Any]) -> Point:

@@ -57,7 +57,7 @@ class Cell:
 
     def key(self, case: Case) -> dict[str, Any]:
         return {
-            "method": case.method,
+            "method": case.name,
             "budget": case.budget,
             "protocol": self.protocol,
             "length": self.length,
