@@ -296,7 +296,8 @@ class Scheduler:
         if chunk.ends_prompt:
             self._orphan(chunk.request.id)
         if chunk.samples:
-            assert chunk.request.tokens.pop() == UNKNOWN, "booked out of order"
+            placeholder = chunk.request.tokens.pop()
+            assert placeholder == UNKNOWN, "booked out of order"
             finish = self._append(chunk.request, samples[chunk.request.id])
             if finish is not None:
                 self._finish(chunk.request, finish)
