@@ -182,8 +182,9 @@ def test_a_part_behind_the_rows_end_expands_to_zeros() -> None:
     assert keys.shape == (8, 2, 256)
     assert values.shape == (8, 2, 256)
     for h in range(2):
-        torch.testing.assert_close(values[:5, h], rows[16:, :512] @ weight[h, 192:].T)
-        torch.testing.assert_close(keys[:5, h, :192], rows[16:, :512] @ weight[h, :192].T)
+        near = {"rtol": 1e-5, "atol": 1e-4}  # sums of 512 products of unit size
+        torch.testing.assert_close(values[:5, h], rows[16:, :512] @ weight[h, 192:].T, **near)
+        torch.testing.assert_close(keys[:5, h, :192], rows[16:, :512] @ weight[h, :192].T, **near)
         assert torch.equal(keys[:5, h, 192:], rows[16:, 512:])
     assert not keys[5:].any()
     assert not values[5:].any()
