@@ -46,7 +46,8 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in sizes]
 
 
-def may_replay(sparse: list[SparseParams]) -> bool:
+def always_replays(sparse: list[SparseParams]) -> bool:
+    """Others replay the steps in which they have nothing to do."""
     traits = [METHODS.get(p.method).traits for p in sparse]
     return all(t.graph_safe or not t.decode_hooks for t in traits)
 
@@ -87,7 +88,8 @@ def test_replay_equals_eager_for_every_method(tmp_path: Path, model: str) -> Non
                 outputs = llm.generate(prompts(), GREEDY, sparse, use_tqdm=False)
                 tokens.append([o.outputs[0].token_ids for o in outputs])
                 replays = runner.num_replays - before
-                assert (replays >= 20) == (not eager and may_replay(sparse)), sparse[0].method
+                assert replays == 0 or not eager
+                assert eager or replays >= 20 or not always_replays(sparse), sparse[0].method
             for sampling in DRAWN.values():
                 before = runner.num_replays
                 drawn = llm.generate(prompts(), sampling, use_tqdm=False)

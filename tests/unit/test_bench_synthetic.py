@@ -51,8 +51,11 @@ def filled(llm: LLM, batch: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("method", [m for m in METHODS if not METHODS.get(m).traits.reads_tokens])
-def test_rows_and_bytes_are_those_of_computed_requests(method, family, folders) -> None:
+def test_rows_and_bytes_are_those_of_computed_requests(
+    method, family, folders, monkeypatch
+) -> None:
     """Rows that share a budget by scores may differ, and pages with them; their sum may not."""
+    monkeypatch.setattr("sparseengine.engine.record.MAX_POSITIONS", 8)  # long rows are probed
     with engine_of(folders[family], method) as llm:
         computed = probe(llm, make_prompts(300, LENGTH, 1, seed=1)[0], compute=True)
         cache, layers = llm.engine.scheduler.cache, llm.resolved.spec.kv_layers

@@ -16,6 +16,7 @@ Row lengths that depend on scores (budgets shared between heads) are those of ra
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ def probe(llm: LLM, prompt: Sequence[int], *, compute: bool = False) -> Probe:
     sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False)
     sparse = sparse_params(llm.resolved.config, record=True)
     submission = engine.prepare(prompt, sampling, sparse)
+    engine.controller.recorder.max_positions = sys.maxsize  # nobody reads them as JSON
     engine.submit(submission)
     request = submission.requests[0]
     room = engine.scheduler.cache.free_pages()
