@@ -144,7 +144,13 @@ class RequestSides:
         return own + sum(r.nbytes for r in self._rings.values())
 
     def check(self, request_ids: Collection[int]) -> None:
-        stores = {"side tensors": self._aux, "states": self._states, "rings": self._slot_of}
-        for name, store in stores.items():
+        stores: tuple[tuple[str, Collection[int]], ...] = (
+            ("side tensors", self._aux),
+            ("states", self._states),
+            ("rings", self._slot_of),
+        )
+        for name, store in stores:
             stray = [r for r in store if r not in request_ids]
             assert not stray, f"{name} of released requests {stray} are still held"
+        slots = sorted([0, *self._slot_of.values(), *self._idle_slots])
+        assert slots == list(range(self._num_slots)), "a slot of rings is lost or has two owners"

@@ -83,8 +83,8 @@ class SkipKV(RKV):
     sentences are compared; the others are never called repeated.
 
     Costs: R-KV's; hidden_size * 4 bytes per compared sentence and request, and the hidden states of
-    32 tokens; 4 bytes per token and KV head for positions. Each step waits for the tokens of the one before: sentences are found by
-    reading them.
+    32 tokens; 4 bytes per token and KV head for positions. Each step waits for the tokens of the
+    one before: sentences are found by reading them.
 
     Deviations: there is no code of the authors. importance = 0.91 is their weight of 0.1 for
     redundancy, scaled; redundancy is over the whole row as in R-KV, not over 64 tokens; rows are

@@ -50,12 +50,12 @@ class TOVA(EvictionMethod):
     the budget, the row is cut to the budget. The scores are those of that step alone: nothing is
     remembered. A row is `burst` tokens above the budget at most while its step runs.
 
-    Deviations: the newest token is retained whatever its score (preset "authors" lets it drop
-    itself); with burst > 1 only every burst-th query decides, which is cheaper and another set than
-    token by token. Eviction in decode moves the rows' tails, so that positions stay in order. Costs:
-    4 bytes per token and KV head, and in a step that cuts some row the keys of all growing rows are
-    read twice more. The paper has no sinks and neither has the default. Tensor parallelism
-    would need the scores of all heads of a layer.
+    Costs: 4 bytes per token and KV head; a step that cuts some row reads the keys of all growing
+    rows twice more. Deviations: the newest token is retained whatever its score (preset "authors"
+    lets it drop itself); with burst > 1 only every burst-th query decides, which is cheaper and
+    another set than token by token. Eviction in decode moves the rows' tails, so that positions
+    stay in order; a fork shares no pages. The paper has no sinks and neither has the default.
+    Tensor parallelism would need the scores of all heads of a layer.
     """
 
     name = "tova"
