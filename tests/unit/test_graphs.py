@@ -26,6 +26,7 @@ from sparseengine.llm import LLM
 from sparseengine.methods import METHODS
 from sparseengine.methods.h2o import H2O
 
+INTERVALS = {"h2o": {"interval": 3}, "rkv": {"interval": 3}, "skipkv": {"interval": 3}}
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
@@ -119,6 +120,27 @@ def test_methods_that_act_at_the_end_of_the_prompt_share_replays(folder: Path) -
         with open_llm(folder, graphs=graphs, methods=methods) as llm:
             found.append(tokens(llm, GREEDY, sparse))
             replays = llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert replays >= 15
+
+
+@pytest.mark.parametrize("acting", ["quest", "h2o", "rkv", "skipkv", "tova"])
+def test_one_method_acts_in_a_replay_and_the_others_are_let_be(folder: Path, acting: str) -> None:
+    """Budgets of theirs that are smaller than rows, siblings that share pages, none at all."""
+    own = SparseParams(acting, budget=40, **INTERVALS.get(acting, {}))
+    others = [SparseParams("snapkv", budget=30), SparseParams("full"), SparseParams("adakv")]
+    sparse = [own, *others, own]
+    options = {"sparse_method": acting, "sparse_config": INTERVALS.get(acting, {})}
+    sampling = SamplingParams(temperature=0, n=2, max_tokens=20, ignore_eos=True)
+    found = []
+    for graphs in (False, True):
+        methods = (acting, "snapkv", "full", "adakv")
+        with open_llm(folder, graphs=graphs, methods=methods, **options) as llm:
+            found.append(tokens(llm, sampling, sparse))
+            replays = llm.engine.runner.num_replays
+            cache = llm.engine.scheduler.cache
+            cache.check()
+            assert cache.free_pages() == cache.total_pages()
     assert found[0] == found[1]
     assert replays >= 15
 
@@ -217,9 +239,11 @@ def test_replays_keep_what_eager_steps_keep(
         ("snapkv", 60, {"allocate": "page_quanta", "allocate_scope": "model"}),
         ("kvzip", 60, {"allocate": "page_quanta", "chunk": 64}),
         ("h2o", 64, {"interval": 5}),
+        ("rkv", 64, {"interval": 5}),
+        ("tova", 64, {}),
         ("streaming_llm", 80, {"block_tokens": 64}),
     ],
-    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "streaming"],
+    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "rkv-in-bursts", "tova", "streaming"],
 )
 def test_pipelines_are_replayed_with_the_tokens_of_eager_steps(
     folder: Path, method: str, budget: int, knobs: dict[str, object]
@@ -258,10 +282,10 @@ def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:
 
 
 def test_steps_that_must_run_eagerly_do(folder: Path) -> None:
-    with open_llm(folder, graphs=True, methods=("quest", "full")) as llm:
-        mixed = [SparseParams("quest", budget=48), SparseParams("full")]
+    with open_llm(folder, graphs=True, methods=("quest", "h2o", "full")) as llm:
+        mixed = [SparseParams("quest", budget=48), SparseParams("h2o", budget=24)]
         llm.generate(prompts()[:2], GREEDY, mixed, use_tqdm=False)
-        assert llm.engine.runner.num_replays == 0, "one of several methods acts while decoding"
+        assert llm.engine.runner.num_replays == 0, "two methods act while decoding"
         assert llm.engine.metrics()["route_fallback_decode_graph"] > 0
         recorded = SparseParams("full", record=True)
         llm.generate(prompts()[:2], GREEDY, recorded, use_tqdm=False)

@@ -37,10 +37,15 @@ class RequestFacts:
             self._rings = upload(self._host_rings(), self._device)
         return self._rings
 
-    def _host_budgets(self) -> Ints:
-        requests = [c.request for c in self._plan.chunks]
-        both = [[r.budget or 0 for r in requests], [r.outgrows_budget for r in requests]]
-        return np.array(both, np.int32)
+    def _host_budgets(self, method: str = "", whole: int = 0) -> Ints:
+        """Requests of another method than the one given have the budget `whole` and stay below."""
+        facts = np.zeros((2, len(self._plan.chunks)), np.int32)
+        for i, chunk in enumerate(self._plan.chunks):
+            if method in ("", chunk.request.method):
+                facts[:, i] = chunk.request.budget or 0, chunk.request.outgrows_budget
+            else:
+                facts[:, i] = whole, 0
+        return facts
 
     def _host_rings(self) -> Index:
         chunks = self._plan.chunks
@@ -53,10 +58,15 @@ class RequestFacts:
         self._static_budgets = torch.zeros(2, max_rows, dtype=torch.int32, device=self._device)
         self._static_rings = torch.zeros(2, max_rows, dtype=torch.int64, device=self._device)
 
-    def load_static(self, bucket: int) -> None:
-        """Bring the current step to the fixed addresses; padded rows have neither."""
+    def load_static(self, bucket: int, method: str, whole: int) -> None:
+        """Bring the current step to the fixed addresses; padded rows have neither.
+
+        method: that acts in the step, "" for none; other requests get the budget `whole`.
+        """
         pad = ((0, 0), (0, bucket - len(self._plan.chunks)))
-        upload_into(self._static_budgets[:, :bucket], np.pad(self._host_budgets(), pad))
+        upload_into(
+            self._static_budgets[:, :bucket], np.pad(self._host_budgets(method, whole), pad)
+        )
         if self._sides.has_rings:
             upload_into(self._static_rings[:, :bucket], np.pad(self._host_rings(), pad))
 

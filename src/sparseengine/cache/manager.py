@@ -250,9 +250,12 @@ class PagedCache:
         for g in self.groups:
             g.make_static(max_rows)
 
-    def load_static(self, bucket: int) -> None:
-        """Bring the reserved step, which must be of decodes only, to those addresses."""
-        self._facts.load_static(bucket)
+    def load_static(self, bucket: int, method: str = "", whole: int = 0) -> None:
+        """Bring the reserved step, which must be of decodes only, to those addresses.
+
+        method: that acts in it, if one does; the other requests get the budget `whole`.
+        """
+        self._facts.load_static(bucket, method, whole)
         for g in self.groups:
             g.load_static(bucket)
 

@@ -236,6 +236,15 @@ class SparseMethod:
         """
         return None
 
+    def mixed_budget(self, budget: int, longest: int) -> int | None:
+        """Host: the same for a step in which requests of other methods take part, too.
+
+        To device hooks all chunks look like the method's own; the others' budget is `longest`, which
+        no row exceeds, and they do not outgrow it. budget: what `captured_budget` says of the
+        method's own. None: a captured step cannot tell them apart.
+        """
+        return None
+
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
         """Host: whether no device hook has anything to do in this decode step.
 

@@ -123,8 +123,9 @@ class DecodeGraphs:
     def key(self, plan: StepPlan, draws: Draws = "greedy") -> Key | None:
         """The graph that runs this reserved step, or None: it has to run eagerly.
 
-        Eager are steps with prompts, with a request that is recorded or keeps digests, of several
-        methods of which one acts while decoding, and of models with recurrent states.
+        Eager are steps with prompts, with a request that is recorded or keeps digests, in which
+        several methods act or one that cannot let the others be, and of models with recurrent
+        states.
         """
         if self._has_states or any(c.purpose is not Purpose.DECODE for c in plan.chunks):
             return None
@@ -144,13 +145,17 @@ class DecodeGraphs:
                     acting[name] = budget
             elif method.traits.decode_hooks and not method.idle(part, lens):
                 return None
-        if acting and len(names) > 1:
+        if len(acting) > 1:
             return None
         rows = self.rows[bisect_left(self.rows, len(plan.chunks))]
         at = bisect_left(self.lens, int(longest.max(initial=1)))
         if at == len(self.lens):
             return None
         name, found = next(iter(acting.items())) if acting else ("", None)
+        if found is not None and len(names) > 1:
+            found = self.methods[name].mixed_budget(found, self.lens[at])
+            if found is None:
+                return None
         return Key(rows, self.lens[at], name, found, draws)
 
     # ── replay ───────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +181,7 @@ class DecodeGraphs:
         fill_unknown(self._inputs[0], inputs[0, :num], plan, before)
         if knobs is not None:
             upload_into(self._knobs[:, :num], knobs)
-        self.cache.load_static(key.rows)
+        self.cache.load_static(key.rows, key.method, key.max_len)
         captured.replay()
         self.controller.replayed(plan, self.cache.longest_rows().tolist())
         best = Best(captured.best.tokens[:num], captured.best.logits[:num])

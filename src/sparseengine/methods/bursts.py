@@ -52,6 +52,10 @@ class BurstEviction(EvictionMethod):
         """One graph for all budgets: it watches, and `weigh` looks at the rows afterwards."""
         return 0 if self.layers and self._growing(plan) else None
 
+    def mixed_budget(self, budget: int, longest: int) -> int | None:
+        """Rows that do not outgrow their budgets are left alone."""
+        return budget
+
     def observe(self, at: LayerStep) -> None:
         super().observe(at)  # chunks of prompts
         if self.acts_on(at.layer):

@@ -50,5 +50,9 @@ class Quest(SelectionMethod):
             aux = pages.aux
             ops.page_bounds(pages.payload[0], pages.pages, aux["kmin"], aux["kmax"])
 
+    def mixed_budget(self, budget: int, longest: int) -> int | None:
+        """Rows within their budgets are read whole, so there must be room for whole rows."""
+        return max(budget, longest) if self.fixed_budget is None else None
+
     def score_pages(self, at: LayerStep, table: Tensor) -> Tensor:
         return ops.page_scores(at.q, at.aux("kmin"), at.aux("kmax"), table, at.spec.group_size)

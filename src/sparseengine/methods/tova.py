@@ -110,6 +110,10 @@ class TOVA(EvictionMethod):
         """One graph for all budgets: it notes what is attended to, and `weigh` looks at that."""
         return 0 if self.layers and self._due(plan, lens.__getitem__) else None
 
+    def mixed_budget(self, budget: int, longest: int) -> int | None:
+        """Rows that do not outgrow their budgets are left alone."""
+        return budget
+
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         """Scores of all rows that are due, a layer at a time."""
         due: list[int] | None = None
