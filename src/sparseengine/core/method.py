@@ -239,9 +239,9 @@ class SparseMethod:
     def mixed_budget(self, budget: int, longest: int) -> int | None:
         """Host: the same for a step in which requests of other methods take part, too.
 
-        To device hooks all chunks look like the method's own; the others' budget is `longest`, which
-        no row exceeds, and they do not outgrow it. budget: what `captured_budget` says of the
-        method's own. None: a captured step cannot tell them apart.
+        To device hooks all chunks look like the method's own; the others' budget is `longest`,
+        which no row exceeds, and they do not outgrow it. budget: what `captured_budget` says of
+        the method's own. None: a captured step cannot tell them apart.
         """
         return None
 
