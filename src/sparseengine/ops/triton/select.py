@@ -53,23 +53,22 @@ def _pad_tail(out, count, width, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _count_at(key, inside, floor, shift):
-    """How many numbers are at least floor + 1, 2, 3 times 2^shift, in one sum: 21 bits for each."""
+def _count_at(key, floor, shift):
+    """How many numbers are at least floor + 1, 2, 3 times 2^shift: counts of 16 bits, two a sum."""
     one = tl.full([], 1, tl.int32) << shift
-    found = (key >= floor + one).to(tl.int64)
-    found += (key >= floor + 2 * one).to(tl.int64) << 21
-    found += (key >= floor + 3 * one).to(tl.int64) << 42
-    total = tl.sum(tl.where(inside, found, 0), 0)
-    least = (total & 0x1FFFFF).to(tl.int32)
-    return least, ((total >> 21) & 0x1FFFFF).to(tl.int32), (total >> 42).to(tl.int32)
+    found = (key >= floor + one).to(tl.int32) + ((key >= floor + 2 * one).to(tl.int32) << 16)
+    total = tl.sum(found, 0)
+    most = tl.sum((key >= floor + 3 * one).to(tl.int32), 0)
+    return total & 0xFFFF, (total >> 16) & 0xFFFF, most
 
 
 @triton.jit
 def _floor_of(key, inside, count):
     """(floor, how many numbers are above it): with some of those equal to it they are `count`.
 
-    Two bits a round; the last one is that in which a candidate parts exactly `count` numbers from
-    the others. (Sums wrap around at 2^31, which is what they shall do.)
+    key: -2^31, which no number is, outside. Two bits a round; the last one is that in which a
+    candidate parts exactly `count` numbers from the others. (Sums wrap around at 2^31, which is
+    what they shall do.)
     """
     floor = tl.full([], -2147483648, tl.int32)  # below every number
     above = tl.sum(inside.to(tl.int32), 0)
@@ -79,7 +78,7 @@ def _floor_of(key, inside, count):
         shift = tl.full([], 30, tl.int32)
         above = tl.full([], 0, tl.int32)
     while shift >= 0:
-        n1, n2, n3 = _count_at(key, inside, floor, shift)
+        n1, n2, n3 = _count_at(key, floor, shift)
         digit = (n1 >= count).to(tl.int32) + (n2 >= count).to(tl.int32) + (n3 >= count).to(tl.int32)
         floor += digit << shift
         here = tl.where(digit == 3, n3, tl.where(digit == 2, n2, n1))
@@ -109,6 +108,7 @@ def _top_pages_kernel(
         w = tl.load(ids + row * given + w, mask=w < given, other=-1)
         inside = w >= 0
     key = _ranks(scores + row * columns, tl.where(inside, w, used), used, sinks)
+    key = tl.where(inside, key, -2147483648)
     count = tl.minimum(count, tl.sum(inside.to(tl.int32), 0))
     floor, above = _floor_of(key, inside, count)
     ties = inside & (key == floor)
@@ -200,7 +200,7 @@ def top_pages(
         _top_pages_kernel[(rows * parts,)](
             scores, given, lens, budgets, out, columns, 0 if given is None else given.shape[1],
             width, *limits, **shape, PARTS=parts, GIVEN=given is not None, BLOCK_W=block,
-            BLOCK_K=_BLOCK_K, num_warps=max(1, min(32 if block > 8192 else 16, block // 256)),
+            BLOCK_K=_BLOCK_K, num_warps=max(1, min(32, block // 1024)),
         )  # fmt: skip
         return out
 
