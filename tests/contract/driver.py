@@ -79,13 +79,14 @@ class Driver:
         num_pages: int = 4096,
         backend: Any = None,
         patterns: Mapping[str, PrefillPattern] | None = None,
+        poison: bool = True,
     ) -> None:
         self.model, self.methods = model, dict(methods)
         spec = model.spec
         groups = merge_plans(spec, [m.cache_plan() for m in methods.values()])
         self.cache = PagedCache(
             spec, groups, num_pages=num_pages, max_num_seqs=16, device="cpu", dtype=spec.dtype,
-            poison=True,
+            poison=poison,
         )  # fmt: skip
         self.controller = Controller(spec, self.cache, self.methods, patterns)
         self.backends = tuple(backend or ReferenceBackend() for _ in spec.layers)

@@ -238,6 +238,24 @@ def test_09_abort_at_any_step_leaks_nothing(case: Case, mix: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "mix"), CELLS)
+def test_11_what_free_slots_hold_changes_nothing(case: Case, mix: str) -> None:
+    """NaN in every slot that no row holds, or what an ended request has left: the same logits."""
+    found = []
+    for poison in (True, False):
+        driver = driver_for(case, mix, poison=poison)
+        if not poison:
+            driver.finish([driver.add(9, prompt(LONG, 3), NEW, "m", case.budget)], 17)
+        seen: list[torch.Tensor] = []
+        logits = driver.model.logits
+        driver.model.logits = lambda hidden, f=logits, s=seen: s.append(f(hidden)) or s[-1]
+        driver.finish([driver.add(0, prompt(LONG), NEW, "m", case.budget)], 17)
+        found.append(seen)
+    for poisoned, dirty in zip(*found, strict=True):
+        assert poisoned.isfinite().all()
+        assert torch.equal(poisoned, dirty)
+
+
+@pytest.mark.parametrize(("case", "mix"), CELLS)
 def test_12_preempt_and_resume_equals_undisturbed(case: Case, mix: str) -> None:
     expected = [alone(case, mix, prompt(n)) for n in (LONG, 33)]
     driver = driver_for(case, mix)
