@@ -23,6 +23,7 @@ from sparseengine.engine.controller import Controller
 from sparseengine.methods import make_method
 
 PAGE = 4
+PLAIN = SparseParams()
 POSITIONS = 2048  # channel 0 of a key is its position divided by this: exact in fp32
 
 
@@ -101,11 +102,11 @@ class Driver:
         key: str,
         budget: int | None,
         prefill: str = "dense",
-        kv_error: float | None = None,
+        sparse: SparseParams = PLAIN,
     ) -> Request:
         request = Request(
             request_id, list(prompt), len(prompt), max_tokens, method=key, budget=budget,
-            prefill=prefill, sparse=SparseParams(kv_error=kv_error),
+            prefill=prefill, sparse=sparse,
         )  # fmt: skip
         self.requests[request_id] = request
         self.cache.admit(request, self.cache.match(request))

@@ -13,6 +13,7 @@ from contract.cases import CASES, MIXES, Case
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.toy import VOCAB, Toy
+from sparseengine.core.params import SparseParams
 from sparseengine.core.specs import LayerKind
 from sparseengine.engine.admission import charge
 from sparseengine.errors import UnsupportedError
@@ -181,6 +182,20 @@ def test_06_decode_never_waits_for_the_host(case: Case, mix: str) -> None:
     driver.advance(requests)
     driver.advance(requests)
     assert [r.num_generated for r in requests] == [3, 3]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "tova", "h2o"])
+def test_06_digests_are_weighed_without_waiting(name: str) -> None:
+    case = CASES[name]
+    driver = driver_for(case, "full")
+    asked = SparseParams(dropped_mass=True, compensate=True)
+    request = driver.add(0, prompt(LONG), NEW, "m", case.budget, sparse=asked)
+    while request.in_prefill:
+        driver.advance([request])
+    driver.controller = GuardedHooks(driver.controller)  # type: ignore[assignment]
+    for _ in range(3):
+        driver.advance([request])
+    assert request.num_generated == 4
 
 
 def test_06_the_guard_catches_a_wait() -> None:

@@ -173,7 +173,8 @@ def kept(
     """Positions of each row when the prompt is over."""
     q, k, v = qkv
     method = make(spec_of(q.shape[1], k.shape[1]), name, **knobs)
-    found = drive(method, q, k, v, [*steps, 1], None, 1, kv_error=error, **kw)
+    asked = SparseParams(kv_error=error)
+    found = drive(method, q, k, v, [*steps, 1], None, 1, sparse=asked, **kw)
     return [row[:-1] for row in found.reads[-1]]
 
 
@@ -234,7 +235,8 @@ def tokens_of(
 ) -> list[int]:
     toy = Toy(mix)
     driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
-    return driver.finish([driver.add(0, tokens, NEW, "m", None, kv_error=error)])[0]
+    asked = SparseParams(kv_error=error)
+    return driver.finish([driver.add(0, tokens, NEW, "m", None, sparse=asked)])[0]
 
 
 @pytest.mark.parametrize(("method", "knobs", "mix"), CELLS)
@@ -246,8 +248,9 @@ def test_in_a_batch_in_chunks_and_after_a_preemption_as_alone(
     toy = Toy(mix)
     driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
     free = driver.cache.free_pages()
+    asked = SparseParams(kv_error=error)
     requests = [
-        driver.add(i, prompt(n), NEW, "m", None, kv_error=error) for i, n in enumerate(lengths)
+        driver.add(i, prompt(n), NEW, "m", None, sparse=asked) for i, n in enumerate(lengths)
     ]
     for steps in (2, 5):  # in the prompt, while decoding
         for _ in range(steps):
@@ -284,7 +287,7 @@ def test_a_budget_beside_it_is_a_ceiling_while_decoding_too(
 
     def longest(error: float | None) -> tuple[list[int], int]:
         driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
-        request = driver.add(0, prompt(48), new, "m", 20, kv_error=error)
+        request = driver.add(0, prompt(48), new, "m", 20, sparse=SparseParams(kv_error=error))
         held = []
 
         def note() -> None:
