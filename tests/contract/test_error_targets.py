@@ -14,11 +14,14 @@ from contract import oracles
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.test_contract import prompt
-from contract.toy import Toy
+from contract.toy import Toy, toy_spec
 from sparseengine.core.params import SparseParams
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import charge
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS, make_method, resolve_budget
+from sparseengine.methods.error_targets import Target
+from sparseengine.methods.pending import Pending
 
 LENGTH, NEW = 45, 7
 Masses = Sequence[Sequence[float]]
@@ -330,7 +333,37 @@ def test_any_scorer_may_be_shared_out_by_an_error(scorer: str) -> None:
     assert all(set(a) <= set(b) for a, b in zip(few, many, strict=True))
 
 
-def test_a_broad_layer_gets_more_than_a_sharp_one() -> None:
+def test_the_newest_tokens_of_h2o_follow_what_is_found() -> None:
+    """Half of the ceiling is not forced to stay: a loose error keeps less than that."""
+    rows = kept("h2o", {}, peaked((4, 2)), 0.8, [LENGTH])
+    assert max(map(len, rows)) < LENGTH // 2
+    assert all(row[-1] == LENGTH - 1 for row in rows)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_what_shares_a_budget_shares_the_error(scope: str) -> None:
+    """Two layers of two heads, one broad and one sharp; 12 of 40 tokens are protected."""
+    error, spec = 0.2, toy_spec("ff")
+    knobs = {"window": 8, "sink": 4, "allocate": "adakv", "allocate_scope": scope}
+    method = make(spec, "snapkv", **knobs)
+    rng = torch.Generator().manual_seed(0)
+    masses = [(torch.randn(2, 40, generator=rng) * sharp).softmax(-1) for sharp in (0.3, 4.0)]
+    request = Request(0, [0] * 40, 40, 1, sparse=SparseParams(kv_error=error))
+    chunk = Chunk(request, (0,) * 40, 0, Purpose.PREFILL, True)
+    method._pending[0] = {
+        layer: Pending(mass, (40, 40), 40, Target(mass, error)) for layer, mass in enumerate(masses)
+    }
+    keeps = {keep.layer: torch.stack(list(keep.masks)) for keep in method.evict(StepPlan((chunk,)))}
+    lost = [float((masses[i] * ~keeps[i]).sum(-1).mean()) for i in (0, 1)]
+    if scope == "layer":
+        assert max(lost) <= error
+        assert keeps[0].sum() > keeps[1].sum()
+    else:
+        assert sum(lost) / 2 <= error < max(lost)
+    assert sum(lost) > error, "no more is kept than that takes"
+
+
+def test_a_broad_head_gets_more_than_a_sharp_one() -> None:
     """Heads of one layer that share: the broad one gets more."""
     qkv = peaked((4, 2))
     sharp, broad = kept("adakv", {"window": 8, "sink": 3}, qkv, 0.1, [LENGTH])
