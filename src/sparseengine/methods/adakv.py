@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -21,8 +22,10 @@ from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
 from sparseengine.methods.allocate import share_tokens
 from sparseengine.methods.budgets import largest_remainder, protect, top_mask
-from sparseengine.methods.families import EvictionMethod, _expand, _Pending
+from sparseengine.methods.error_targets import Target
+from sparseengine.methods.families import EvictionMethod
 from sparseengine.methods.knobs import MethodConfig, knob, unknown_preset
+from sparseengine.methods.pending import Pending, cut_together, expand_lens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +90,7 @@ class AdaKV(EvictionMethod):
     dimensions), and layers differ, too. Deviations:
     largest remainders in the `share` form (the authors' rounding misses the total); ties go to the
     smaller position, then to the smaller head. Tensor parallelism would need the scores of all
-    heads of a layer. `query_aware` is stated for the default scorer.
+    heads of a layer. `query_aware` and `measures` are stated for the default scorer.
     """
 
     name = "adakv"
@@ -98,6 +101,7 @@ class AdaKV(EvictionMethod):
         takes="retained",
         query_aware=True,
         tp="reduce",
+        measures="window",
         kinds=frozenset({LayerKind.FULL}),
     )
 
@@ -106,6 +110,8 @@ class AdaKV(EvictionMethod):
         inner = config.scorer_config or scorer.config_class()
         self.scorer: EvictionMethod = scorer(inner, model)
         super().__init__(config, model)
+        own = replace(self.traits, measures=self.scorer.traits.measures)
+        object.__setattr__(self, "traits", own)  # a fact of a class elsewhere
 
     def dense_layers(self) -> frozenset[int]:
         return self.scorer.dense_layers()
@@ -125,6 +131,9 @@ class AdaKV(EvictionMethod):
     def protected(self, budget: int) -> tuple[int, int]:
         return self.scorer.protected(budget)
 
+    def least(self, budget: int) -> int:
+        return self.scorer.least(budget)
+
     def slack(self) -> int:
         return self.page_size - 1
 
@@ -134,12 +143,19 @@ class AdaKV(EvictionMethod):
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         return self.scorer.score(at, chunk).expand(at.spec.kv_heads, -1)
 
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        return self.scorer.masses(at, chunk).expand(at.spec.kv_heads, -1)
+
+    def cut_by_error(self, request: int, layer: int, found: Pending, target: Target) -> Keep:
+        """The heads of a layer lose no more in their mean."""
+        return self._over_layers(request, [(layer, found)])[0]
+
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         if self.config.scope == "layer":
             return super().evict(plan)
         keeps: list[Keep] = []
         for chunk in plan.chunks:
-            alike: dict[object, list[tuple[int, _Pending]]] = {}
+            alike: dict[object, list[tuple[int, Pending]]] = {}
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
                 dims = self.model.layers[layer].stored_dims
                 alike.setdefault((found.scores.shape[0], dims), []).append((layer, found))
@@ -147,14 +163,17 @@ class AdaKV(EvictionMethod):
                 keeps.extend(self._over_layers(chunk.request.id, items))
         return keeps
 
-    def _over_layers(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
+    def _over_layers(self, request: int, items: Sequence[tuple[int, Pending]]) -> list[Keep]:
         """All heads of some layers as if they were those of one; rows may differ in length."""
         heads = items[0][1].scores.shape[0]
         longest = max(found.scores.shape[1] for _, found in items)
         scores = [pad(f.scores, (0, longest - f.scores.shape[1])) for _, f in items]
-        lens = [n for _, f in items for n in _expand(f.lens, heads)]
+        lens = [n for _, f in items for n in expand_lens(f.lens, heads)]
         lengths = upload(np.array([lens], np.int64), scores[0].device)
-        (mask,) = self.retain(torch.cat(scores)[None], lengths, items[0][1].budget)
+        together = torch.cat(scores)[None]
+        retain = partial(self.retain, together, lengths)
+        pending = [found for _, found in items]
+        (mask,) = cut_together(pending, retain, self.least(pending[0].budget))
         return [
             Keep(
                 request,

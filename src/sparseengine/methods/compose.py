@@ -159,7 +159,8 @@ class Composite(SparseMethod):
         return self.retain.prefill_block()
 
     def select(self, at: LayerStep) -> Selection | None:
-        if all(c.request.budget is None for c in at.plan.chunks):
+        requests = [c.request for c in at.plan.chunks]
+        if all(r.budget is None and r.sparse.kv_error is None for r in requests):
             return None  # a made-up step in which nothing acts
         return self.reader.select(at)
 
