@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contract import oracles
-from contract.cases import CASES
+from contract.cases import CASES, INV_FREQ
 from contract.driver import PAGE, make
 from contract.reads import Driven, drive, random_layer, spec_of
 from contract.toy import toy_spec
@@ -378,7 +378,7 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
     """Physical eviction (or selection) == dense attention under the same mask, in float64."""
     length = 61
     q, k, v = (x.double() for x in random_layer(length + 4, 8, 2, seed=4))
-    model = spec_of(8, 2, 8, torch.float64)
+    model = spec_of(8, 2, 8, torch.float64, INV_FREQ if case.shifts else ())
     method = make(model, case.method, **case.knobs)
     steps = [*steps_for(length, 20), 1, 1, 1, 1]
     got = drive(method, q, k, v, steps, case.budget, 4)
@@ -386,7 +386,8 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
         n = length + i + 1
         rows = got.reads[i - 4]
         assert all(row == sorted(set(row)) and row[-1] == n - 1 for row in rows)
-        expected = oracles.masked_attention(q[:n], k[:n], v[:n], rows)
+        keys = oracles.in_cache(k[:n], rows, INV_FREQ) if case.shifts else k[:n]
+        expected = oracles.masked_attention(q[:n], keys, v[:n], rows)
         torch.testing.assert_close(got.outs[i - 4][0], expected, rtol=0, atol=1e-10)
 
 

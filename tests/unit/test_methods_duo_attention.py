@@ -203,5 +203,5 @@ def test_memory_never_exceeds_demand(kinds: str, block: int, retrieval: float) -
 def test_the_registry_tells_what_it_is() -> None:
     traits = METHODS.get(NAME).traits
     assert traits.decode_hooks
-    assert not traits.graph_safe
+    assert traits.graph_safe
     assert not traits.query_aware

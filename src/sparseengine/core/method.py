@@ -116,10 +116,10 @@ class LayerStep(Protocol):
         """A Per.REQUEST side tensor of a chunk's request at this layer; write into it in place."""
         ...
 
-    def gather(self, name: str, chunk: int) -> Tensor:
+    def gather(self, name: str, chunk: int, *, first: int | None = None) -> Tensor:
         """A per-slot tensor in row order, [Hkv, Lmax, ...]; "keys", "values" or a SLOT aux name.
 
-        Rows shorter than Lmax hold zeros past their length.
+        Rows shorter than Lmax hold zeros past their length. first: only so many slots of each row.
         """
         ...
 

@@ -142,15 +142,15 @@ class Controller:
         self.recorder.on_stored(plan)
         keeps: list[Keep] = []
         for part in self._split(plan):
-            if _overrides(part.method, "weigh"):
-                layers = partial(self._stored, part)
-                part.method.weigh(_subplan(plan, part.chunks), layers)
-            if _overrides(part.method, "evict"):
-                try:
-                    keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
-                except Exception as error:
-                    _blame(error, plan, part.chunks)
-                    raise
+            own = _subplan(plan, part.chunks)
+            try:
+                if _overrides(part.method, "weigh"):
+                    part.method.weigh(own, partial(self._stored, part))
+                if _overrides(part.method, "evict"):
+                    keeps.extend(part.method.evict(own))
+            except Exception as error:
+                _blame(error, plan, part.chunks)
+                raise
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
