@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -265,6 +265,50 @@ def test_pyramid_of_a_scorer_equals_the_pyramid_method() -> None:
     assert tokens("ffff", "snapkv", 20, **{**own, "sink": 0}, allocate="pyramid") == tokens(
         "ffff", "pyramidkv", 20, **{**own, "sink": 0}
     )
+
+
+class Speaks:
+    """A vocabulary in which token 7 ends a sentence."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return (11, 12, 13)
+
+    def ending_in(self, marks: Sequence[str]) -> frozenset[int]:
+        return frozenset({7})
+
+    def answer_header(self) -> tuple[int, ...]:
+        return (14,)
+
+
+WRAPPED: dict[str, dict[str, Any]] = {
+    "skipkv": {"window": 4, "kernel": 3, "interval": 3, "likeness": 0.2},
+    "kvzip": {"chunk": 8},
+    "rkv": {"window": 4, "kernel": 3, "interval": 3},
+    "h2o": {"interval": 3},
+    "tova": {"burst": 3},
+    "streaming_llm": {"pos_shift": True, "block_tokens": 20},
+}
+
+
+def lengths_and_tokens(name: str, text: list[int], **knobs: Any) -> tuple[list[Any], list[int]]:
+    """Row lengths after each step, and what was generated, of a method that learnt its words."""
+    toy = Toy("ff")
+    method = make(toy.spec, name, **knobs)
+    method.read(Speaks())
+    driver, lens = Driver(toy, {"m": method}), []
+    request = driver.add(0, text, 12, "m", 20)
+    while request.num_generated < 12:
+        driver.advance([request], 16)
+        lens.append([driver.cache.lens(0, layer) for layer in range(2)])
+    return lens, request.tokens[len(text) :]
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_an_eviction_is_itself_under_a_selection_that_reads_everything(name: str) -> None:
+    """What a method hears (words, hidden states, runs of its own) it hears in a pipeline, too."""
+    text = [*prompt(11), 7] * 4
+    alone = lengths_and_tokens(name, text, **WRAPPED[name])
+    assert lengths_and_tokens(name, text, **WRAPPED[name], **QUEST, select_tokens=90) == alone
 
 
 # ── page quanta ──────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparseengine.core.method import LayerStep, SealedPages, SparseMethod
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, SealedPages, SparseMethod, Vocabulary
 from sparseengine.core.plan import Demand, Request, StepPlan
 from sparseengine.core.specs import CacheGroup
 from sparseengine.core.view import Keep, Selection
@@ -112,16 +114,18 @@ def composed(retain: SparseMethod, read: SparseMethod, tokens: int | None) -> Co
             "dense_layers left out)"
         )
     read.fixed_budget = tokens or type(read).default_budget
-    return Composite(retain, read)
+    hears = type(retain).layer_end is not SparseMethod.layer_end
+    return (HearingComposite if hears else Composite)(retain, read)
 
 
 class Composite(SparseMethod):
     """Two methods on one request: what the first retains, decode steps read by the second's choice.
 
     Hooks go to the stage they belong to: everything that scores, evicts, replays and bounds memory
-    to the eviction; `select` to the selection; `seal` to both. The controller seals after it has
-    evicted, in prompts and while decoding, so that page summaries are those of compacted pages. The
-    request's budget is the eviction's; the selection has its own, the same for all requests.
+    to the eviction; `select` to the selection; `read` and `seal` to both. The controller seals
+    after it has evicted, in prompts and while decoding, so that page summaries are those of
+    compacted pages. The request's budget (or error target) is the eviction's; the selection has its
+    own, the same for all requests.
     """
 
     def __init__(self, retain: SparseMethod, read: SelectionMethod) -> None:
@@ -138,10 +142,14 @@ class Composite(SparseMethod):
             kinds=first.kinds | second.kinds,
         )
         facts = {"name": retain.name, "traits": traits}
-        for name in ("layers", "default_budget", "default_ratio"):
+        for name in ("layers", "default_budget", "default_ratio", "targets_error"):
             facts[name] = getattr(retain, name, None)
         for name, value in facts.items():  # facts of a class elsewhere; here of the pair
             object.__setattr__(self, name, value)
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        self.retain.read(vocabulary)
+        self.reader.read(vocabulary)
 
     def cache_plan(self) -> tuple[CacheGroup, ...]:
         """The finer rows and all side tensors of both, layer by layer."""
@@ -201,6 +209,13 @@ class Composite(SparseMethod):
     def forget(self, request_id: int) -> None:
         self.retain.forget(request_id)
         self.reader.forget(request_id)
+
+
+class HearingComposite(Composite):
+    """The same for an eviction that looks at hidden states, which cost the others a sum."""
+
+    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+        self.retain.layer_end(at, hidden)
 
 
 def _joined(group: CacheGroup, layer: int, other: CacheGroup | None) -> CacheGroup:
