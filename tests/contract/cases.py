@@ -55,6 +55,15 @@ CASES = {
     "adakv_model": Case(
         "adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
     ),
+    "adakv_pyramid": Case(
+        "adakv", {"scorer": "pyramidkv", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
+    ),
+    "adakv_h2o": Case("adakv", {"scorer": "h2o", "interval": 3}, refused=("latent",)),
+    "adakv_kvzip": Case(
+        "adakv",
+        {"scorer": "kvzip", "scope": "model", "chunk": 8, "lead": 2, "recent": 4},
+        refused=("latent",),
+    ),
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
     "skipkv": Case(
         "skipkv",

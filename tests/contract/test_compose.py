@@ -21,6 +21,7 @@ from contract.toy import Toy
 from sparseengine.errors import RequestError
 from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.prefill import make_pattern
+from sparseengine.methods.pyramidkv import PyramidKV
 
 Scores = list[list[float]]
 
@@ -311,6 +312,64 @@ def test_an_eviction_is_itself_under_a_selection_that_reads_everything(name: str
     assert lengths_and_tokens(name, text, **WRAPPED[name], **QUEST, select_tokens=90) == alone
 
 
+SHARERS: dict[str, dict[str, Any]] = {
+    **{name: knobs for name, knobs in WRAPPED.items() if name not in ("tova", "streaming_llm")},
+    "tova": {"burst": 0},
+    "random": {},
+    "keydiff": {},
+    "expected_attention": {},
+    "snapkv": SNAP,
+}
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+@pytest.mark.parametrize("name", SHARERS)
+def test_adakv_over_a_scorer_is_the_scorer_with_that_allocation(name: str, scope: str) -> None:
+    """Runs of its own, words, hidden states and evictions while decoding are the scorer's."""
+    text = [*prompt(11), 7] * 4
+    lens, tokens = lengths_and_tokens("adakv", text, scorer=name, scope=scope, **SHARERS[name])
+    stage = {"allocate": "adakv", "allocate_scope": scope}
+    assert (lens, tokens) == lengths_and_tokens(name, text, **SHARERS[name], **stage)
+    assert 4 * 20 in [sum(map(sum, step)) for step in lens]
+
+
+@pytest.mark.parametrize("form", ["floor", "share"])
+def test_adakv_goes_on_while_its_scorer_evicts(form: str) -> None:
+    lens, _ = lengths_and_tokens("adakv", prompt(48), scorer="h2o", interval=3, form=form)
+    means = [sum(map(sum, step)) / 4 for step in lens[3:]]
+    assert max(means) <= 22
+    assert min(means) == 20
+
+
+@pytest.mark.parametrize("form", ["floor", "share"])
+def test_adakv_shares_what_the_pyramid_gives_a_layer(form: str) -> None:
+    """Ada-PyramidKV: the heads of a layer differ, layers hold the pyramid's budgets in the mean."""
+    toy, own = Toy("ffff"), {"window": 6, "kernel": 3, "sink": 2}
+    pyramid = make(toy.spec, "pyramidkv", **own)
+    assert isinstance(pyramid, PyramidKV)
+    budgets = pyramid.budgets_of(48, 20)
+    assert len(set(budgets)) > 1
+    pipelines = [("adakv", {**own, "scorer": "pyramidkv", "form": form})]
+    if form == "floor":
+        pipelines.append(("pyramidkv", {**own, "allocate": "adakv"}))
+    found = []
+    for name, knobs in pipelines:
+        method = make(toy.spec, name, **knobs)
+        driver = Driver(toy, {"m": method})
+        request = driver.add(0, prompt(48), 6, "m", 20)
+        driver.advance([request])
+        lens = [driver.cache.lens(0, layer) for layer in range(4)]
+        assert [sum(heads) for heads in lens] == [2 * b for b in budgets]
+        assert any(a != b for a, b in lens)
+        held = driver.cache.usage(0).pages
+        assert held * 4 <= method.demand(48, 0, 20).steady_tokens * 8
+        found.append((lens, driver.finish([request])))
+    assert found == found[:1] * len(found)
+    for wrong in ({"scope": "model"}, {"scorer": "tova"}):
+        with pytest.raises(RequestError, match=r"itself|set burst=0"):
+            make(toy.spec, "adakv", **{"scorer": "pyramidkv", **wrong})
+
+
 # ── page quanta ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -411,7 +470,7 @@ def test_shrink_is_the_methods_own_choice_at_the_target(
     once = score(q[:45], k[:45])
     once = once * 2 if len(once) == 1 else once
     scores = [[*row, math.inf] for row in once]  # position 45 was never scored
-    if method.can_rescore():  # from what is stored now
+    if getattr(method, "scorer", method).can_rescore():  # from what is stored now
         for h, row in enumerate(survivors):
             found = score(q[row], k[row][:, h : h + 1])[0]
             scores[h] = [found[row.index(j)] if j in row else 0.0 for j in range(46)]

@@ -18,7 +18,8 @@ from contract.toy import toy_spec
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
-from sparseengine.methods.families import EvictionMethod, _Pending
+from sparseengine.methods.adakv import AdaKV
+from sparseengine.methods.families import _Pending
 
 HEADS = [(8, 2), (4, 2), (4, 1)]
 CHUNKINGS = {"whole": None, "sevens": 7, "one_at_the_end": -1}
@@ -344,8 +345,8 @@ def test_adakv_over_the_model_shares_all_budgets_out() -> None:
     scores = torch.rand(3, 2, length, generator=rng) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
     knobs = {"scorer": "knorm", "skip_layers": (), "sink": 2, "recent": 3, "scope": "model"}
     method = make(toy_spec("fff"), "adakv", **knobs)
-    assert isinstance(method, EvictionMethod)
-    method._pending[0] = {i: _Pending(scores[i], (length,) * 2, budget) for i in range(3)}
+    assert isinstance(method, AdaKV)
+    method.scorer._pending[0] = {i: _Pending(scores[i], (length,) * 2, budget) for i in range(3)}
     request = Request(0, list(range(length)), length, 4, budget=budget)
     keeps = method.evict(StepPlan((Chunk(request, (0,), 39, Purpose.PREFILL, True),)))
     got = [m.nonzero().flatten().tolist() for k in keeps for m in k.masks]

@@ -198,6 +198,10 @@ class SparseMethod:
         self.config = config
         self.model = model
 
+    def uses(self, hook: str) -> bool:
+        """Whether this instance does anything in a hook, by name; else it is not called."""
+        return getattr(type(self), hook) is not getattr(SparseMethod, hook)
+
     def read(self, vocabulary: Vocabulary) -> None:
         """Host, once, before any request: what words the method needs, of a model that has any."""
 

@@ -22,10 +22,6 @@ from sparseengine.engine.record import Recorder, SparseOutput
 from sparseengine.errors import UnsupportedError
 
 
-def _overrides(method: SparseMethod, hook: str) -> bool:
-    return getattr(type(method), hook) is not getattr(SparseMethod, hook)
-
-
 @dataclass(slots=True)
 class _Part:
     """Chunks of one method in a plan: all of them, and those that decode."""
@@ -114,7 +110,7 @@ class Controller:
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """A step of decodes ran as a captured graph; lens: the longest row of each chunk."""
         for part in self._split(plan):
-            if _overrides(part.method, "replayed"):
+            if part.method.uses("replayed"):
                 chosen = [lens[i] for i in part.chunks]
                 try:
                     part.method.replayed(_subplan(plan, part.chunks), chosen)
@@ -144,9 +140,9 @@ class Controller:
         for part in self._split(plan):
             own = _subplan(plan, part.chunks)
             try:
-                if _overrides(part.method, "weigh"):
+                if part.method.uses("weigh"):
                     part.method.weigh(own, partial(self._stored, part))
-                if _overrides(part.method, "evict"):
+                if part.method.uses("evict"):
                     keeps.extend(part.method.evict(own))
             except Exception as error:
                 _blame(error, plan, part.chunks)
@@ -212,7 +208,7 @@ class Controller:
     def _acting(self, at: LayerStep, hook: str) -> Iterator[_Part]:
         """Parts whose method overrides the hook and acts on layers of this kind."""
         for part in self._split(at.plan):
-            if _overrides(part.method, hook) and at.spec.kind in part.method.traits.kinds:
+            if part.method.uses(hook) and at.spec.kind in part.method.traits.kinds:
                 yield part
 
     @staticmethod
