@@ -39,6 +39,7 @@ CASES = {
     "knorm": Case("knorm", {"skip_layers": (), "sink": 2, "recent": 4}),
     "keydiff": Case("keydiff", {"sink": 2, "recent": 4}),
     "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
+    "keydiff_bursts": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20, "interval": 3}),
     "expected_attention": Case("expected_attention", {"sink": 2}, refused=("latent",)),
     "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
     "snapkv_blocks": Case(
@@ -52,9 +53,7 @@ CASES = {
     "adakv_keydiff": Case(
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
-    "adakv_model": Case(
-        "adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
-    ),
+    "adakv_model": Case("adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}),
     "adakv_pyramid": Case(
         "adakv", {"scorer": "pyramidkv", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
     ),
@@ -62,7 +61,6 @@ CASES = {
     "adakv_kvzip": Case(
         "adakv",
         {"scorer": "kvzip", "scope": "model", "chunk": 8, "lead": 2, "recent": 4},
-        refused=("latent",),
     ),
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
     "skipkv": Case(

@@ -34,6 +34,7 @@ WRAPPED: dict[str, dict[str, Any]] = {
     "rkv": {"window": 4, "kernel": 3, "interval": 3},
     "h2o": {"interval": 3},
     "tova": {"burst": 3},
+    "keydiff": {"recent": 4, "interval": 3},
     "streaming_llm": {"pos_shift": True, "block_tokens": 20},
 }
 
@@ -63,7 +64,6 @@ SHARERS: dict[str, dict[str, Any]] = {
     **{name: knobs for name, knobs in WRAPPED.items() if name not in ("tova", "streaming_llm")},
     "tova": {"burst": 0},
     "random": {},
-    "keydiff": {},
     "expected_attention": {},
     "snapkv": SNAP,
 }

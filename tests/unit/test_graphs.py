@@ -187,8 +187,9 @@ def test_steps_between_bursts_of_a_method_that_only_looks_when_it_cuts(folder: P
         ("streaming_llm", 80, {"block_tokens": 64}),
         ("streaming_llm", 80, {"block_tokens": 64, "pos_shift": True}),
         ("duo_attention", 80, {"block_tokens": 64, "sink": 16}),
+        ("keydiff", 80, {"interval": 4, "recent": 8}),
     ],
-    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "streaming", "shifted", "duo"],
+    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "streaming", "shifted", "duo", "keydiff"],
 )
 def test_pipelines_are_replayed_with_the_tokens_of_eager_steps(
     folder: Path, method: str, budget: int, knobs: dict[str, object]

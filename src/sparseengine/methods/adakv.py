@@ -77,12 +77,13 @@ class AdaKV(Wrapper):
     on doing all it does by itself: runs of its own, evictions while decoding, sentences. The total
     is exact, so the mean row has `budget` tokens; rows of a layer differ in length. With
     scope="model" the heads of all layers share one threshold (of those that store the same
-    dimensions), and layers differ, too. Over `pyramidkv` a layer shares what the pyramid gives it,
-    which is the paper's Ada-PyramidKV. Deviations:
-    largest remainders in the `share` form (the authors' rounding misses the total); ties go to the
-    smaller position, then to the smaller head. Tensor parallelism would need the scores of all
-    heads of a layer. `query_aware` is stated for the default scorer. The same sharing is a stage of
-    every scored eviction: `allocate="adakv"`.
+    dimensions), and layers differ, too; latent layers, of one row each, then take part. Over
+    `pyramidkv` a layer shares what the pyramid gives it, which is the paper's Ada-PyramidKV. The
+    same sharing is a stage of every scored eviction: `allocate="adakv"`.
+
+    Deviations: largest remainders in the `share` form (the authors' rounding misses the total);
+    ties go to the smaller position, then to the smaller head. Tensor parallelism would need the
+    scores of all heads of a layer. `query_aware` is stated for the default scorer.
     """
 
     name = "adakv"
@@ -111,10 +112,13 @@ class AdaKV(Wrapper):
                 f"{reason}"
             )
         scorer.allocation = allocation
-        scorer.act_on(self.traits.kinds)
+        kinds = self.traits.kinds
+        if config.scope == "model":  # one row per layer suffices to share
+            kinds = kinds | {LayerKind.LATENT}
+        scorer.act_on(kinds)
         super().__init__(config, scorer)
         self.scorer = scorer
-        traits = replace(scorer.traits, tp="reduce", kinds=self.traits.kinds & scorer.traits.kinds)
+        traits = replace(scorer.traits, tp="reduce", kinds=kinds & scorer.traits.kinds)
         self.adopt(traits=traits, layers=scorer.layers)
 
     @property

@@ -51,9 +51,9 @@ class DuoAttentionConfig(SinkConfig):
     )
     pattern: str = knob(
         "",
-        "JSON file with one list of gates, a number per KV head, for every layer of the model; "
-        "without one a built-in pattern spreads retrieval heads evenly, which nothing was "
-        "learned for",
+        "file of gates, a number per KV head, for every layer of the model: JSON lists, or lines "
+        "of a .tsv file as the authors publish them; without one a built-in pattern spreads "
+        "retrieval heads evenly, which nothing was learned for",
     )
     calibration: str = calibration_knob()
 
@@ -209,7 +209,7 @@ def _gates_of(config: DuoAttentionConfig, model: ModelSpec) -> Gates:
 
 
 def _load(path: str, model: ModelSpec) -> Gates:
-    """Gates of the FULL layers from a JSON file; raises `RequestError` that says what it must be.
+    """Gates of the FULL layers from a file; raises `RequestError` that says what it must be.
 
     One message for all that may be wrong, so that it tells nothing of a file that is no pattern.
     """
@@ -218,16 +218,22 @@ def _load(path: str, model: ModelSpec) -> Gates:
         file = Path(path)
         if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
             raise ValueError
-        rows = json.loads(file.read_text())
+        rows = _table(file.read_text()) if file.suffix == ".tsv" else json.loads(file.read_text())
         if not isinstance(rows, list) or len(rows) != len(model.layers):
             raise ValueError
         return {layer: _gates(rows[layer], count) for layer, count in heads.items()}
     except (OSError, OverflowError, ValueError, RecursionError):
         raise RequestError(
             f"sparse knob pattern={path!r} is not allowed; it must be a JSON file with "
-            f"{len(model.layers)} lists, one per layer, which hold a finite number for each KV "
-            f"head (per layer, other layers' lists being ignored: {heads})"
+            f"{len(model.layers)} lists (or a .tsv file with as many lines), one per layer, which "
+            f"hold a finite number for each KV head (per layer, other layers' lists being ignored: "
+            f"{heads})"
         ) from None
+
+
+def _table(text: str) -> list[list[float]]:
+    """The numbers of each line. Raises ValueError for words."""
+    return [[float(number) for number in line.split()] for line in text.splitlines()]
 
 
 def _gates(row: object, count: int) -> tuple[float, ...]:
