@@ -14,6 +14,7 @@ from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
+from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerSpec, ModelSpec
@@ -99,10 +100,11 @@ class Driver:
         key: str,
         budget: int | None,
         prefill: str = "dense",
+        kv_error: float | None = None,
     ) -> Request:
         request = Request(
             request_id, list(prompt), len(prompt), max_tokens, method=key, budget=budget,
-            prefill=prefill,
+            prefill=prefill, sparse=SparseParams(kv_error=kv_error),
         )  # fmt: skip
         self.requests[request_id] = request
         self.cache.admit(request, self.cache.match(request))

@@ -19,7 +19,7 @@ from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
 from sparseengine.methods.adakv import AdaKV
-from sparseengine.methods.families import _Pending
+from sparseengine.methods.pending import Pending
 
 HEADS = [(8, 2), (4, 2), (4, 1)]
 CHUNKINGS = {"whole": None, "sevens": 7, "one_at_the_end": -1}
@@ -346,7 +346,7 @@ def test_adakv_over_the_model_shares_all_budgets_out() -> None:
     knobs = {"scorer": "knorm", "skip_layers": (), "sink": 2, "recent": 3, "scope": "model"}
     method = make(toy_spec("fff"), "adakv", **knobs)
     assert isinstance(method, AdaKV)
-    method.scorer._pending[0] = {i: _Pending(scores[i], (length,) * 2, budget) for i in range(3)}
+    method.scorer._pending[0] = {i: Pending(scores[i], (length,) * 2, budget) for i in range(3)}
     request = Request(0, list(range(length)), length, 4, budget=budget)
     keeps = method.evict(StepPlan((Chunk(request, (0,), 39, Purpose.PREFILL, True),)))
     got = [m.nonzero().flatten().tolist() for k in keeps for m in k.masks]

@@ -25,6 +25,10 @@ class Traits:
     reads_tokens: hooks look at `Request.tokens` while decoding, so that a step is booked before the
       next one is planned.
     takes: what `budget` means: tokens retained, tokens read, or nothing.
+    measures: whose attention the method knows, token by token, so that `kv_error` may stand in
+      place of a budget: of the prompt's newest queries ("window", "newest"), of all queries so far,
+      of those expected, of a repetition. None: it ranks tokens by something else, which says
+      nothing about what a cut loses, and `kv_error` is refused.
     kinds: the layer kinds it can act on; layers of other kinds stay dense.
     """
 
@@ -39,6 +43,7 @@ class Traits:
     decode_hooks: bool = False
     reads_tokens: bool = False
     takes: Literal["retained", "read", "none"] = "none"
+    measures: Literal["window", "newest", "all", "expected", "repetition"] | None = None
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL, LayerKind.LATENT})
 
 

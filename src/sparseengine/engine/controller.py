@@ -97,7 +97,14 @@ class Controller:
     def add_digests(self, at: LayerStep, out: Tensor) -> Tensor:
         """Let decodes attend to the digests that their requests keep."""
         self._split(at.plan)
-        return self.digests.read(at, out, self._digesting) if self._digesting else out
+        if not self._digesting:
+            return out
+        if self.recorder.is_recording(at.plan):
+            for chunk in (at.plan.chunks[i] for i in self._digesting):
+                segment = self.cache.digests(chunk.request.id, at.layer)
+                if segment is not None:
+                    self.recorder.on_digests(at, chunk, segment.lens[0].tolist())
+        return self.digests.read(at, out, self._digesting)
 
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
@@ -147,6 +154,7 @@ class Controller:
             except Exception as error:
                 _blame(error, plan, part.chunks)
                 raise
+        self.recorder.on_cuts_by_error(plan, keeps)
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
@@ -175,6 +183,9 @@ class Controller:
         if request.sparse.dropped_mass:
             out = out or self.recorder.blank(request)
             out.dropped_mass = self.digests.result(request)
+        if request.sparse.kv_error is not None:
+            out = out or self.recorder.blank(request)
+            out.found_budget = self.recorder.found_budget(request.id)
         return out
 
     def _apply(self, keeps: Sequence[Keep]) -> None:

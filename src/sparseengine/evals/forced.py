@@ -97,11 +97,11 @@ def drive(
 
 def forced_logits(
     llm: LLM, pieces: Sequence[Sequence[int]], prompt_len: int, sparse: Sequence[SparseParams]
-) -> tuple[list[Tensor], SparseOutput]:
+) -> tuple[list[Tensor], list[SparseOutput | None]]:
     """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
 
     Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
-    the first piece, whose `sparse` must ask for it.
+    each piece whose `sparse` asks for something.
     """
     engine, sampler = llm.engine, ForcedSampler()
     submissions = []
@@ -118,13 +118,12 @@ def forced_logits(
             )
         sampler.force(submission.requests[0], after, keep_logits=True)
         submissions.append(submission)
-    first = [output.outputs[0] for output in drive(llm, sampler, submissions)]
-    for completion in first:
+    completions = [output.outputs[0] for output in drive(llm, sampler, submissions)]
+    for completion in completions:
         if completion.finish_reason != "length":
             raise SparseEngineError(f"a forced run ended early: {completion.stop_reason}")
-    seen = first[0].sparse
-    assert seen is not None
-    return [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions], seen
+    logits = [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions]
+    return logits, [completion.sparse for completion in completions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class AdaKV(Wrapper):
 
     Deviations: largest remainders in the `share` form (the authors' rounding misses the total);
     ties go to the smaller position, then to the smaller head. Tensor parallelism would need the
-    scores of all heads of a layer. `query_aware` is stated for the default scorer.
+    scores of all heads of a layer. `query_aware` and `measures` are stated for the default scorer.
     """
 
     name = "adakv"
@@ -94,6 +94,7 @@ class AdaKV(Wrapper):
         takes="retained",
         query_aware=True,
         tp="reduce",
+        measures="window",
         kinds=frozenset({LayerKind.FULL}),
     )
     default_budget: ClassVar[int | None] = None

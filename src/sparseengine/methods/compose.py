@@ -211,7 +211,7 @@ class Composite(Wrapper):
             decode_hooks=True,
             kinds=first.kinds | second.kinds,
         )
-        same = ("layers", "default_budget", "default_ratio", "targets_error")
+        same = ("layers", "default_budget", "default_ratio")
         facts = {name: getattr(retain, name, None) for name in same}
         self.adopt(name=retain.name, traits=traits, **facts)
 
@@ -232,7 +232,8 @@ class Composite(Wrapper):
         )
 
     def select(self, at: LayerStep) -> Selection | None:
-        if all(c.request.budget is None for c in at.plan.chunks):
+        requests = [c.request for c in at.plan.chunks]
+        if all(r.budget is None and r.sparse.kv_error is None for r in requests):
             return None  # a made-up step in which nothing acts
         return self.reader.select(at)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from sparseengine.core.method import LayerStep
 from sparseengine.core.plan import Demand
 from sparseengine.errors import RequestError
 from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.budgets import exact_pyramid, is_flat_pyramid, pyramid_ends
 from sparseengine.methods.knobs import knob
+from sparseengine.methods.pending import Pending
 from sparseengine.methods.snapkv import SnapKV, SnapKVConfig
 
 
@@ -81,6 +83,10 @@ class PyramidKV(SnapKV):
 
     def _row_budgets(self, prompt_len: int, budget: int, allocation: Allocation) -> tuple[int, ...]:
         return self.budgets_of(prompt_len, budget)
+
+    def weighed(self, at: LayerStep, chunk: int, budget: int) -> Pending:
+        found = super().weighed(at, chunk, budget)
+        return found if self.allocation is None else replace(found, budget=budget)
 
     def layer_budget(self, layer: int, length: int, budget: int) -> int:
         if self.allocation is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -72,6 +72,7 @@ class RKV(BurstEviction):
 
     name = "rkv"
     config_class = RKVConfig
+    traits = replace(BurstEviction.traits, measures="window")
     default_budget = 1024
     default_ratio = None
 
@@ -89,7 +90,7 @@ class RKV(BurstEviction):
 
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Shift this chunk's queries into the ring, newest last."""
-        if not self.can_cut(at.plan.chunks[chunk].request):
+        if not self.is_watched(at.plan.chunks[chunk].request):
             return
         lo, hi = at.span(chunk)
         ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]
@@ -97,6 +98,13 @@ class RKV(BurstEviction):
         if len(new) < len(ring):
             new = torch.cat((ring[len(new) :], new))
         ring.copy_(new)
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """Attention of the window's queries, mean over them and a head's group: fp32 [Hkv, L]."""
+        seen = min(self.config.window, at.plan.chunks[chunk].stop)
+        queries = at.request_aux(self._ring, chunk)[-seen:]
+        found: Tensor = at.scores(chunk, queries) / seen
+        return found.view(at.spec.kv_heads, at.spec.group_size, -1).mean(1)
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Weighted importance minus redundancy: fp32 [Hkv, L], zero in the window."""

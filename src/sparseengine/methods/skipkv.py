@@ -149,7 +149,7 @@ class SkipKV(RKV):
         return text
 
     def _listens(self, chunk: Chunk) -> bool:
-        return chunk.purpose is not Purpose.REPLAY and self.can_cut(chunk.request)
+        return chunk.purpose is not Purpose.REPLAY and self.is_watched(chunk.request)
 
     def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
         """Add what each token says to its sentence."""
@@ -202,27 +202,32 @@ class SkipKV(RKV):
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         """Score prompts that end here and rows that have grown by `interval`."""
-        limits = {
-            i: c.request.budget
-            for i, c in enumerate(plan.chunks)
-            if c.ends_prompt and c.request.budget is not None
-        }
+        limits: dict[int, int] = {}
+        for i, c in enumerate(plan.chunks):
+            if c.ends_prompt and c.request.sparse.kv_error is not None:
+                limits[i] = 0
+            elif c.ends_prompt and c.request.budget is not None:
+                limits[i] = c.request.budget
         for i in self._growing(plan):
             limits[i] = (plan.chunks[i].request.budget or 0) + self.config.interval - 1
         if not limits:
             return
+        alike = all(plan.chunks[i].request.sparse.kv_error is None for i in limits)
         steps: list[LayerStep] = []
+        due: set[int] = set()
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
-            due = [i for i, limit in limits.items() if max(at.lens(i)) > limit]
-            if not due:
+            here = {i for i, limit in limits.items() if max(at.lens(i)) > limit}
+            if not here and alike:
                 return
+            due = here if alike else due | here
             steps.append(at)
-        for i in due if steps else ():
+        for i in sorted(due):
             self._compare(steps[-1], i)
+            budget = plan.chunks[i].request.budget
             for at in steps:
-                self.note(at, i, plan.chunks[i].request.budget or 0)
+                self.note(at, i, plan.chunks[i].stop if budget is None else budget)
             self._repeated.clear()
 
     def _compare(self, last: LayerStep, chunk: int) -> None:

@@ -67,12 +67,17 @@ class TOVA(EvictionMethod):
         graph_safe=False,
         tp="reduce",
         decode_hooks=True,
+        measures="newest",
     )
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Attention of the chunk's last query, mean over all heads: fp32 [1, L]."""
         end = at.span(chunk)[1]
         return at.scores(chunk, at.q[end - 1 : end]).mean(0, keepdim=True)
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """The score is the attention itself: fp32 [1, L]."""
+        return self.score(at, chunk)
 
     def observe(self, at: LayerStep) -> None:
         super().observe(at)
