@@ -19,7 +19,7 @@ from sparseengine.core.view import BlockMask, Keep, Selection
 from sparseengine.engine.digests import DigestReader
 from sparseengine.engine.faults import attempt, blame
 from sparseengine.engine.record import Recorder, SparseOutput
-from sparseengine.errors import UnsupportedError
+from sparseengine.errors import CapacityError, UnsupportedError
 
 
 @dataclass(slots=True)
@@ -165,6 +165,26 @@ class Controller:
         for layer, spec in enumerate(self.model.layers):
             if spec.kind in part.method.traits.kinds and spec.kind is not LayerKind.RECURRENT:
                 yield self._narrow(self.cache.stored_step(layer), part.chunks)
+
+    def shrink(self, request: Request) -> bool:
+        """Under memory pressure: let the method retain half of what a decoding request's rows hold.
+
+        Between steps. False, and nothing has changed, if it cannot.
+        """
+        method = self.methods[request.method]
+        chunk = Chunk(request, (), request.computed, Purpose.DECODE, False)
+        self.cache.reserve(StepPlan((chunk,)))  # no tokens: a look at the rows as they are
+        kinds = method.traits.kinds
+        layers = [i for i in self.model.kv_layers if self.model.layers[i].kind in kinds]
+        rows = [self.cache.stored_step(layer) for layer in layers]
+        lens = [n for layer in layers for n in self.cache.lens(request.id, layer)]
+        target = sum(lens) // max(1, len(lens)) // 2
+        keeps = method.shrink(request, target, rows) if target else ()
+        try:
+            self.retain(keeps)
+        except CapacityError:  # rows that share pages would need their own first
+            return False
+        return bool(keeps)
 
     def retain(self, keeps: Sequence[Keep]) -> None:
         """Apply retain decisions between steps (memory pressure): summaries follow at once."""
