@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -203,9 +204,9 @@ def ours(folder: str, pair: Pair, budget: int, tokens: Tensor) -> Side:
         evict, length = method.evict, len(tokens[0])
 
         def keep(plan: Any) -> Any:
-            scored = method._pending.values() if isinstance(method, EvictionMethod) else ()
-            for pending in scored:
-                for layer, found in pending.items():
+            scorers = (method, getattr(method, "scorer", None))  # which waits with the scores
+            for scorer in (s for s in scorers if isinstance(s, EvictionMethod)):
+                for layer, found in chain(*(p.items() for p in scorer._pending.values())):
                     side.scores[layer] = found.scores.expand(KV_HEADS, -1).clone()
             keeps = evict(plan)
             for one in keeps:

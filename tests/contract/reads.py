@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from contract.driver import PAGE, POSITIONS, Reads, replay_chunk
+from contract.driver import PAGE, PLAIN, POSITIONS, Reads, replay_chunk
 from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
@@ -85,7 +85,7 @@ def drive(
     attend: bool = True,
     shrink_to: int | None = None,
     pattern: PrefillPattern | None = None,
-    kv_error: float | None = None,
+    sparse: SparseParams = PLAIN,
 ) -> Driven:
     """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE.
 
@@ -106,7 +106,7 @@ def drive(
     tokens = list(range(sum(steps)))
     request = Request(
         0, tokens, prompt_len, decodes + 1, method="m", budget=budget, prefill="p",
-        sparse=SparseParams(kv_error=kv_error),
+        sparse=sparse,
     )  # fmt: skip
     cache.admit(request, cache.match(request))
     out, at = Driven(), 0

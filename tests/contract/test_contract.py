@@ -13,6 +13,7 @@ from contract.cases import CASES, INV_FREQ, MIXES, Case
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.toy import VOCAB, Toy
+from sparseengine.core.params import SparseParams
 from sparseengine.core.specs import LayerKind
 from sparseengine.engine.admission import charge
 from sparseengine.errors import UnsupportedError
@@ -183,6 +184,20 @@ def test_06_decode_never_waits_for_the_host(case: Case, mix: str) -> None:
     assert [r.num_generated for r in requests] == [3, 3]
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "tova", "h2o"])
+def test_06_digests_are_weighed_without_waiting(name: str) -> None:
+    case = CASES[name]
+    driver = driver_for(case, "full")
+    asked = SparseParams(dropped_mass=True, compensate=True)
+    request = driver.add(0, prompt(LONG), NEW, "m", case.budget, sparse=asked)
+    while request.in_prefill:
+        driver.advance([request])
+    driver.controller = GuardedHooks(driver.controller)  # type: ignore[assignment]
+    for _ in range(3):
+        driver.advance([request])
+    assert request.num_generated == 4
+
+
 def test_06_the_guard_catches_a_wait() -> None:
     with pytest.raises(AssertionError, match="needs the host"), NoSync():
         torch.ones(1).item()
@@ -235,6 +250,24 @@ def test_09_abort_at_any_step_leaks_nothing(case: Case, mix: str) -> None:
     assert driver.finish([keep], 16) == [again]
     assert driver.cache.free_pages() == free
     assert not getattr(driver.methods["m"], "_pending", {})
+
+
+@pytest.mark.parametrize(("case", "mix"), CELLS)
+def test_11_what_free_slots_hold_changes_nothing(case: Case, mix: str) -> None:
+    """NaN in every slot that no row holds, or what an ended request has left: the same logits."""
+    found = []
+    for poison in (True, False):
+        driver = driver_for(case, mix, poison=poison)
+        if not poison:
+            driver.finish([driver.add(9, prompt(LONG, 3), NEW, "m", case.budget)], 17)
+        seen: list[torch.Tensor] = []
+        logits = driver.model.logits
+        driver.model.logits = lambda hidden, f=logits, s=seen: s.append(f(hidden)) or s[-1]
+        driver.finish([driver.add(0, prompt(LONG), NEW, "m", case.budget)], 17)
+        found.append(seen)
+    for poisoned, dirty in zip(*found, strict=True):
+        assert poisoned.isfinite().all()
+        assert torch.equal(poisoned, dirty)
 
 
 @pytest.mark.parametrize(("case", "mix"), CELLS)

@@ -14,11 +14,14 @@ from contract import oracles
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.test_contract import prompt
-from contract.toy import Toy
+from contract.toy import Toy, toy_spec
 from sparseengine.core.params import SparseParams
+from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import charge
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS, make_method, resolve_budget
+from sparseengine.methods.error_targets import Target
+from sparseengine.methods.pending import Pending
 
 LENGTH, NEW = 45, 7
 Masses = Sequence[Sequence[float]]
@@ -173,7 +176,8 @@ def kept(
     """Positions of each row when the prompt is over."""
     q, k, v = qkv
     method = make(spec_of(q.shape[1], k.shape[1]), name, **knobs)
-    found = drive(method, q, k, v, [*steps, 1], None, 1, kv_error=error, **kw)
+    asked = SparseParams(kv_error=error)
+    found = drive(method, q, k, v, [*steps, 1], None, 1, sparse=asked, **kw)
     return [row[:-1] for row in found.reads[-1]]
 
 
@@ -234,7 +238,8 @@ def tokens_of(
 ) -> list[int]:
     toy = Toy(mix)
     driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
-    return driver.finish([driver.add(0, tokens, NEW, "m", None, kv_error=error)])[0]
+    asked = SparseParams(kv_error=error)
+    return driver.finish([driver.add(0, tokens, NEW, "m", None, sparse=asked)])[0]
 
 
 @pytest.mark.parametrize(("method", "knobs", "mix"), CELLS)
@@ -246,8 +251,9 @@ def test_in_a_batch_in_chunks_and_after_a_preemption_as_alone(
     toy = Toy(mix)
     driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
     free = driver.cache.free_pages()
+    asked = SparseParams(kv_error=error)
     requests = [
-        driver.add(i, prompt(n), NEW, "m", None, kv_error=error) for i, n in enumerate(lengths)
+        driver.add(i, prompt(n), NEW, "m", None, sparse=asked) for i, n in enumerate(lengths)
     ]
     for steps in (2, 5):  # in the prompt, while decoding
         for _ in range(steps):
@@ -284,7 +290,7 @@ def test_a_budget_beside_it_is_a_ceiling_while_decoding_too(
 
     def longest(error: float | None) -> tuple[list[int], int]:
         driver = Driver(toy, {"m": make(toy.spec, method, **knobs)})
-        request = driver.add(0, prompt(48), new, "m", 20, kv_error=error)
+        request = driver.add(0, prompt(48), new, "m", 20, sparse=SparseParams(kv_error=error))
         held = []
 
         def note() -> None:
@@ -329,7 +335,37 @@ def test_any_scorer_may_be_shared_out_by_an_error(scorer: str) -> None:
     assert all(set(a) <= set(b) for a, b in zip(few, many, strict=True))
 
 
-def test_a_broad_layer_gets_more_than_a_sharp_one() -> None:
+def test_the_newest_tokens_of_h2o_follow_what_is_found() -> None:
+    """Half of the ceiling is not forced to stay: a loose error keeps less than that."""
+    rows = kept("h2o", {}, peaked((4, 2)), 0.8, [LENGTH])
+    assert max(map(len, rows)) < LENGTH // 2
+    assert all(row[-1] == LENGTH - 1 for row in rows)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_what_shares_a_budget_shares_the_error(scope: str) -> None:
+    """Two layers of two heads, one broad and one sharp; 12 of 40 tokens are protected."""
+    error, spec = 0.2, toy_spec("ff")
+    knobs = {"window": 8, "sink": 4, "allocate": "adakv", "allocate_scope": scope}
+    method = make(spec, "snapkv", **knobs)
+    rng = torch.Generator().manual_seed(0)
+    masses = [(torch.randn(2, 40, generator=rng) * sharp).softmax(-1) for sharp in (0.3, 4.0)]
+    request = Request(0, [0] * 40, 40, 1, sparse=SparseParams(kv_error=error))
+    chunk = Chunk(request, (0,) * 40, 0, Purpose.PREFILL, True)
+    method._pending[0] = {
+        layer: Pending(mass, (40, 40), 40, Target(mass, error)) for layer, mass in enumerate(masses)
+    }
+    keeps = {keep.layer: torch.stack(list(keep.masks)) for keep in method.evict(StepPlan((chunk,)))}
+    lost = [float((masses[i] * ~keeps[i]).sum(-1).mean()) for i in (0, 1)]
+    if scope == "layer":
+        assert max(lost) <= error
+        assert keeps[0].sum() > keeps[1].sum()
+    else:
+        assert sum(lost) / 2 <= error < max(lost)
+    assert sum(lost) > error, "no more is kept than that takes"
+
+
+def test_a_broad_head_gets_more_than_a_sharp_one() -> None:
     """Heads of one layer that share: the broad one gets more."""
     qkv = peaked((4, 2))
     sharp, broad = kept("adakv", {"window": 8, "sink": 3}, qkv, 0.1, [LENGTH])

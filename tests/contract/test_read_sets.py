@@ -15,6 +15,7 @@ from contract.cases import CASES, INV_FREQ
 from contract.driver import PAGE, make
 from contract.reads import Driven, drive, random_layer, spec_of
 from contract.toy import toy_spec
+from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
@@ -390,6 +391,26 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
         keys = oracles.in_cache(k[:n], rows, INV_FREQ) if case.shifts else k[:n]
         expected = oracles.masked_attention(q[:n], keys, v[:n], rows)
         torch.testing.assert_close(got.outs[i - 4][0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["knorm", "snapkv", "adakv", "kvzip", "tova", "h2o", "rkv"])
+def test_the_attention_of_two_parts_merged_is_that_of_all(name: str) -> None:
+    """What is not condensed yet is kept whole: with it a step attends to everything, in float64."""
+    length, decodes = 45, 5
+    q, k, v = (x.double() for x in random_layer(length + decodes, 8, 2, seed=6))
+    bursts = {"tova": {"burst": 2}, "h2o": {"interval": 2}, "rkv": {"interval": 2}}
+    knobs: dict[str, Any] = bursts.get(name, {"skip_layers": ()} if name == "knorm" else {})
+    method = make(spec_of(8, 2, 8, torch.float64), name, **knobs)
+    lost = []
+    for sparse in (SparseParams(), SparseParams(compensate=True)):
+        steps = [length, *[1] * decodes]
+        got = drive(method, q, k, v, steps, length - 7, decodes, sparse=sparse)
+        for i in range(decodes):
+            n = length + i + 1
+            everything = oracles.masked_attention(q[:n], k[:n], v[:n], [list(range(n))] * 2)
+            lost.append((got.outs[i - decodes][0] - everything).abs().max().item())
+    assert min(lost[:decodes]) > 1e-3, "tokens were dropped"
+    assert max(lost[decodes:]) < 1e-12
 
 
 def test_every_method_has_a_read_set_oracle() -> None:

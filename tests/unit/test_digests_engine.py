@@ -188,6 +188,8 @@ def test_an_engine_may_have_them_as_its_default(folder: Path) -> None:
     with open_llm(folder, sparse_method="snapkv", kv_budget=40, sparse_config=given) as other:
         (found,) = run(other, prompts(100), None)
         assert len(found.sparse.dropped_mass) == 11
+    with pytest.raises(ConfigError, match=r"--sparse-config: kv_error=0\.1.* no attention"):
+        open_llm(folder, sparse_method="streaming_llm", sparse_config={"kv_error": 0.1})
     with pytest.raises(ConfigError, match="compensate"):
         open_llm(folder, sparse_method="snapkv", sparse_config={"compensate": 3})
 

@@ -75,10 +75,12 @@ def test_a_token_that_dense_rules_out_adds_nothing() -> None:
     assert compare(dense, other, [0]).kl == pytest.approx([math.log(2)])
 
 
-def test_forced_dense_decoding_is_the_models_own_distribution(model: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forced_dense_decoding_is_the_models_own_distribution(model: str, overlap: bool) -> None:
     rng = random.Random(0)
     pieces = [[rng.randrange(2, 300) for _ in range(60)] for _ in range(3)]
     with LLM(model, quiet=True, kv_cache_memory_bytes="8MiB", dtype="float32") as llm:
+        llm.engine.overlap = overlap  # as on a GPU
         logits, seen = forced_logits(llm, pieces, 40, [SparseParams(record=True)] * 3)
         assert [tuple(x.shape) for x in logits] == [(19, 300)] * 3
         assert [len(record.bytes_read_per_step) for record in seen if record] == [19] * 3

@@ -151,7 +151,8 @@ class Recorder:
         self._token_bytes = token_bytes(model)
         self.max_positions = MAX_POSITIONS
         self._entries: dict[int, _Entry] = {}
-        self._found: dict[int, dict[int, Tensor]] = {}  # by request and layer: mean tokens of rows
+        # by request and layer: tokens that the cut's masks retain, and how many masks there are
+        self._found: dict[int, dict[int, tuple[Tensor, int]]] = {}
         self._budgets: dict[int, float] = {}  # by request: the mean of these, on the host
 
     def is_recording(self, plan: StepPlan) -> bool:
@@ -233,17 +234,19 @@ class Recorder:
         }
         for keep in keeps if prompts else ():
             if keep.request in prompts and keep.layer is not None:
-                sizes = torch.stack([m.sum(dtype=torch.float32) for m in keep.masks])
-                self._found.setdefault(keep.request, {})[keep.layer] = sizes.mean()
+                total = torch.stack([m.sum() for m in keep.masks]).sum()
+                found = self._found.setdefault(keep.request, {})
+                found[keep.layer] = (total, len(keep.masks))
 
     def found_budget(self, request_id: int) -> float | None:
         """Mean over all rows that a cut by an error has left; waits for the device once."""
         found = self._found.pop(request_id, None)
         if found:
-            sizes = torch.stack(list(found.values())).tolist()
+            totals = torch.stack([total for total, _ in found.values()]).tolist()
             heads = [self._model.layers[layer].kv_heads for layer in found]
-            total = sum(n * h for n, h in zip(sizes, heads, strict=True))
-            self._budgets[request_id] = total / sum(heads)
+            masks = [count for _, count in found.values()]
+            tokens = sum(t * h // m for t, h, m in zip(totals, heads, masks, strict=True))
+            self._budgets[request_id] = tokens / sum(heads)
         return self._budgets.get(request_id)
 
     def on_keeps(self, keeps: Sequence[Keep]) -> None:

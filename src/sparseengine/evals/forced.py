@@ -46,9 +46,6 @@ class ForcedSampler(Sampler):
     def draws(self, requests: Sequence[Request]) -> Draws | None:
         return None  # captured steps would give tokens without their logits
 
-    def needs_last(self, request: Request) -> bool:
-        return True  # so that no step runs ahead with a token that is about to be replaced
-
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         self._rows = logits
         return super().draw(logits, requests)
@@ -77,10 +74,13 @@ class ForcedSampler(Sampler):
 def drive(
     llm: LLM, sampler: ForcedSampler, submissions: Sequence[Submission]
 ) -> list[RequestOutput]:
-    """Run prepared prompts to their end with this sampler; the engine gets its own back."""
+    """Run prepared prompts to their end with this sampler; the engine gets its own back.
+
+    One step at a time: tokens are replaced on the host before the next step can have them.
+    """
     engine = llm.engine
-    before = engine.runner.sampler
-    engine.runner.sampler = sampler
+    before = engine.runner.sampler, engine.overlap
+    engine.runner.sampler, engine.overlap = sampler, False
     outputs: dict[str, RequestOutput] = {}
     try:
         for submission in submissions:
@@ -91,7 +91,7 @@ def drive(
         for submission in submissions:
             engine.abort(submission.request_id)
         engine.discard()
-        engine.runner.sampler = before
+        engine.runner.sampler, engine.overlap = before
     return [outputs[s.request_id] for s in submissions]
 
 

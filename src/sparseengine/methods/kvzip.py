@@ -78,8 +78,8 @@ class KVzip(EvictionMethod):
     The budget counts sinks and newest tokens, which always stay. Decoded tokens stay.
 
     Costs: the prompt is run twice, the second time with attention to all of it; memory for a run
-    (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head. The first
-    token is sampled before the cut, from everything.
+    (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head (8 while runs
+    serve an error target). The first token is sampled before the cut, from everything.
 
     Deviations: The whole prompt is the context, a question in it too, and its
     newest 8 tokens stay (authors: a system prompt stays and questions come later). Ties go to the
