@@ -447,6 +447,26 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     return torch.stack(out)
 
 
+def turned(x: Tensor, distance: float, inv_freq: Sequence[float]) -> Tensor:
+    """Keys or queries [..., D] after a rotation by `distance` positions, pair by pair."""
+    out, half = x.clone(), len(inv_freq)
+    for i, freq in enumerate(inv_freq):
+        cos, sin = math.cos(distance * freq), math.sin(distance * freq)
+        a, b = x[..., i], x[..., half + i]
+        out[..., i], out[..., half + i] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def in_cache(k: Tensor, rows: Rows, inv_freq: Sequence[float]) -> Tensor:
+    """Keys as if each head's row ended at the newest position without gaps: [L, Hkv, D]."""
+    moved = k.clone()
+    for h, row in enumerate(rows):
+        for slot, position in enumerate(row):
+            wanted = len(k) - len(row) + slot
+            moved[position, h] = turned(k[position, h], wanted - position, inv_freq)
+    return moved
+
+
 def blockwise(
     score: Callable[[Tensor, Tensor], list[list[float]]],
     q: Tensor,

@@ -16,7 +16,7 @@ from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.prefill import PrefillPattern
-from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec, Rotary
 from sparseengine.engine.controller import Controller
 
 
@@ -34,14 +34,23 @@ class Driven:
 
 
 def spec_of(
-    q_heads: int, kv_heads: int, dim: int = 8, dtype: torch.dtype = torch.float32
+    q_heads: int,
+    kv_heads: int,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    inv_freq: tuple[float, ...] = (),
 ) -> ModelSpec:
-    """A model of one FULL layer."""
+    """A model of one FULL layer; inv_freq: by which its keys were turned, if they were."""
     layer = LayerSpec(
         kind=LayerKind.FULL, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim
     )
     return ModelSpec(
-        layers=(layer,), vocab_size=4, hidden_size=4, max_position=1 << 16, dtype=dtype
+        layers=(layer,),
+        vocab_size=4,
+        hidden_size=4,
+        max_position=1 << 16,
+        dtype=dtype,
+        rotaries=(Rotary(inv_freq=inv_freq),) if inv_freq else (),
     )
 
 

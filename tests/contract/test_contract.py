@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contract.cases import CASES, MIXES, Case
+from contract.cases import CASES, INV_FREQ, MIXES, Case
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.toy import VOCAB, Toy
@@ -314,16 +314,18 @@ def test_layers_of_other_kinds_stay_dense(case: Case) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in CASES.items()])
 def test_07_two_ranks_with_half_the_heads_decide_as_one(case: Case) -> None:
     """Head split as tensor parallelism makes it; methods that need all heads say so."""
-    traits = make(spec_of(4, 2), case.method, **case.knobs).traits
+    turns: dict[str, Any] = {"inv_freq": INV_FREQ} if case.shifts else {}
+    whole, half = spec_of(4, 2, **turns), spec_of(2, 1, **turns)
+    traits = make(whole, case.method, **case.knobs).traits
     if traits.tp != "local":
         assert traits.tp == "reduce"
         return
     q, k, v = random_layer(LONG + 1, q_heads=4, kv_heads=2)
     steps = [LONG, 1]
-    one = drive(make(spec_of(4, 2), case.method, **case.knobs), q, k, v, steps, case.budget)
+    one = drive(make(whole, case.method, **case.knobs), q, k, v, steps, case.budget)
     halves = [
         drive(
-            make(spec_of(2, 1), case.method, **case.knobs),
+            make(half, case.method, **case.knobs),
             q[:, 2 * r : 2 * r + 2], k[:, r : r + 1], v[:, r : r + 1], steps, case.budget,
         )
         for r in range(2)

@@ -268,6 +268,17 @@ def test_a_smaller_error_keeps_more_and_none_keeps_all(llm: LLM) -> None:
     assert [min(n, 64) for n in sizes[2]] == capped
 
 
+def test_an_error_target_stands_behind_a_selection_too(folder: Path) -> None:
+    read = {"select": "quest", "select_tokens": 32, "select_config": {"dense_layers": 0}}
+    target: dict[str, Any] = {"kv_error": 0.3, "record": True}
+    with open_llm(folder, enable_methods=("snapkv", "quest")) as other:
+        alone = kept(other, SparseParams("snapkv", **target))
+        assert kept(other, SparseParams("snapkv", **target, **read)) == alone
+        assert max(alone) < 200
+        with pytest.raises(RequestError, match="it evicts nothing"):
+            kept(other, SparseParams("quest", **target))
+
+
 @pytest.mark.parametrize("method", ["snapkv", "tova", "kvzip"])
 def test_what_an_error_came_to_is_reported(llm: LLM, method: str) -> None:
     for error in (0.3, 0.0):

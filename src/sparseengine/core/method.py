@@ -121,10 +121,10 @@ class LayerStep(Protocol):
         """A Per.REQUEST side tensor of a chunk's request at this layer; write into it in place."""
         ...
 
-    def gather(self, name: str, chunk: int) -> Tensor:
+    def gather(self, name: str, chunk: int, *, first: int | None = None) -> Tensor:
         """A per-slot tensor in row order, [Hkv, Lmax, ...]; "keys", "values" or a SLOT aux name.
 
-        Rows shorter than Lmax hold zeros past their length.
+        Rows shorter than Lmax hold zeros past their length. first: only so many slots of each row.
         """
         ...
 
@@ -202,6 +202,10 @@ class SparseMethod:
     def __init__(self, config: Any, model: ModelSpec) -> None:
         self.config = config
         self.model = model
+
+    def uses(self, hook: str) -> bool:
+        """Whether this instance does anything in a hook, by name; else it is not called."""
+        return getattr(type(self), hook) is not getattr(SparseMethod, hook)
 
     def read(self, vocabulary: Vocabulary) -> None:
         """Host, once, before any request: what words the method needs, of a model that has any."""

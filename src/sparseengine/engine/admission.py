@@ -45,9 +45,8 @@ def charge(
     positions = prompt_len + output_tokens
     steady = cache.pages_for(demand.steady_tokens, positions=positions, chunk=1)
     positions = max(positions, demand.peak_tokens)  # a replay runs on top of the prompt
-    whole = method.traits.prefill_policy == "long_bs1full_short_batch" or (
-        type(method).replay is not SparseMethod.replay
-    )
+    policy = method.traits.prefill_policy
+    whole = policy == "long_bs1full_short_batch" or method.uses("replay")
     most = cache.pages_for(max(demand), positions=positions, chunk=positions if whole else None)
     found = Charge(most, steady)
     if not digests:

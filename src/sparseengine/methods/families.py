@@ -52,6 +52,11 @@ class Method(SparseMethod):
         )
         self._acts = frozenset(self.layers)
 
+    def act_on(self, kinds: frozenset[LayerKind]) -> None:
+        """Leave layers of other kinds alone, too."""
+        self.layers = tuple(i for i in self.layers if self.model.layers[i].kind in kinds)
+        self._acts = frozenset(self.layers)
+
     def dense_layers(self) -> frozenset[int]:
         """Layers that this configuration leaves dense: the first ones, if it has such a knob."""
         return frozenset(range(getattr(self.config, "dense_layers", 0)))

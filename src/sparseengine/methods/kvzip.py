@@ -122,9 +122,9 @@ class KVzip(EvictionMethod):
         return (AuxSpec(name=_SCORE, per=Per.SLOT, rewritten=True),)
 
     def own_sharing(self) -> Allocation | None:
-        """One threshold over all layers and heads is what rows that share everything do."""
-        pair = self.config.form == "pair"
-        return Allocation(kind="adakv", scope="model", floor=0.0) if pair else None
+        """One threshold over heads, of all layers or of each, is what rows that share do."""
+        scope = {"pair": "model", "layer": "layer"}.get(self.config.form)
+        return None if scope is None else Allocation(kind="adakv", scope=scope, floor=0.0)
 
     def rescore(self, at: LayerStep) -> Tensor:
         """Scores as the runs left them; decoded tokens, which have none, are above all others."""

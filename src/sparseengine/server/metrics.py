@@ -35,6 +35,7 @@ _COUNTERS = {
     "prompt_tokens": "prompt tokens of requests",
     "generation_tokens": "tokens generated",
     "num_preemptions": "requests that were put back to make room",
+    "num_shrinks": "times that a request evicted more to make room",
 }
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 _REASONS = ("stop", "length", "abort", "error")
