@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo lint format test docs generate bench-smoke
+.PHONY: setup demo lint format test docs generate parity bench-smoke
 
 setup:        ## create .venv and install everything (quick when nothing changed)
 	@$(PYTHON) scripts/setup_env.py
@@ -24,6 +24,9 @@ docs: setup   ## run the code blocks of README.md and docs/
 
 generate: setup ## write docs/reference/ from the code
 	@$(BIN)/python scripts/generate.py
+
+parity: setup ## compare with kvpress in an environment of its own (docs/results/parity-kvpress.md)
+	@$(BIN)/python scripts/parity.py
 
 bench-smoke: setup ## the benchmark on a tiny random model, in seconds
 	@$(BIN)/sparseengine bench throughput --load-format dummy --hf-config smollm2-135m --hf-overrides '{"num_hidden_layers": 2}' --input-len 64 --output-len 8 --batch-size 2 --sparse-method snapkv --kv-budget 32

@@ -153,13 +153,22 @@ def _plain(value: Any) -> str:
 
 
 def _overview(rows: list[Mapping[str, Any]]) -> str:
-    columns = ["name", "aliases", "family", "budget", "prefill policy", "sharing"]
+    columns = [
+        "name",
+        "aliases",
+        "family",
+        "budget",
+        "`kv_error` bounds",
+        "prefill policy",
+        "sharing",
+    ]
     lines: list[list[object]] = []
     for row in rows:
         t = row["traits"]
         names = ", ".join(row["aliases"])
         link = f"[{row['name']}]({_own_page(row)})"
-        lines.append([link, names, t["family"], t["takes"], t["prefill_policy"], t["sharing"]])
+        facts = t["family"], t["takes"], row["kv_error"], t["prefill_policy"], t["sharing"]
+        lines.append([link, names, *facts])
     return markdown_table(columns, lines)
 
 

@@ -135,7 +135,10 @@ def _budget(row: dict[str, Any]) -> str:
         if "budget" in default
         else f"{default['ratio']:.0%} of the prompt"
     )
-    return f"The budget counts tokens {row['takes']} per row; without one it is {size}."
+    return (
+        f"The budget counts tokens {row['takes']} per row; without one it is {size}. `kv_error` in "
+        f"its place: {row['kv_error']}."
+    )
 
 
 def costs(name: str) -> str:

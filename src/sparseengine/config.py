@@ -6,8 +6,6 @@ the reference page all follow from it. `collect` merges the sources; what lost i
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -59,6 +57,7 @@ class SchedulerConfig:
     mix: bool = True  # decodes and prefill chunks share steps; else they alternate
     max_decode_stall_steps: int = 4
     reserve_output_tokens: int | None = None  # None reserves max_tokens in full: never preempts
+    under_pressure: Literal["preempt", "shrink"] = "preempt"  # shrink: results depend on the load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +117,7 @@ class EngineConfig:
 
     def digest(self, kind: Affects) -> str:
         """A short hash of every value that affects `kind`; equal digests may share artefacts."""
-        values = {p.path: self.get(p.path) for p in PARAMS if kind in p.affects}
-        text = json.dumps(values, sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return kind.digest({p.path: self.get(p.path) for p in PARAMS if kind in p.affects})
 
 
 SECTIONS = ("model", "cache", "scheduler", "sparse", "runtime")
@@ -128,7 +125,6 @@ _NUMERICS = frozenset({Affects.NUMERICS})
 _LAYOUT = frozenset({Affects.LAYOUT})
 _BOTH = frozenset({Affects.NUMERICS, Affects.LAYOUT})
 _ALL = frozenset(Affects)
-
 
 PARAMS: tuple[Param, ...] = (
     Param(
@@ -281,6 +277,14 @@ PARAMS: tuple[Param, ...] = (
         doc="output tokens admission reserves per request (auto: all of max_tokens)",
     ),
     Param(
+        path="scheduler.under_pressure",
+        flag="--under-pressure",
+        kind="str",
+        choices=("preempt", "shrink"),
+        affects=_NUMERICS,
+        doc="when pages run out: run the newest request again later, or let methods evict more",
+    ),
+    Param(
         path="sparse.method",
         flag="--sparse-method",
         kind="str",
@@ -406,10 +410,7 @@ def _by_keyword(
 
 
 def read_file(path: str | Path) -> dict[str, tuple[Any, str]]:
-    """YAML or JSON of flag names or sections (cache: {...}) -> {path: (raw value, origin)}.
-
-    What belongs to `serve` is checked and left out.
-    """
+    """YAML or JSON, flags or sections; `serve`'s are left out -> {path: (raw value, origin)}."""
     file = Path(path)
     data = load_file(file)
     server_values_of(data, file)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Integral
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import torch
 
 from sparseengine.config import EngineConfig, config_from_kwargs
 from sparseengine.core.params import SamplingParams, SparseParams
@@ -170,7 +173,12 @@ class LLM:
 
     def close(self) -> None:
         """Give the memory back; calling it again does nothing."""
+        if self._engine is None:
+            return
         self._engine = None
+        if self.resolved.device.type == "cuda":
+            gc.collect()  # captured graphs and what they hold refer to each other
+            torch.cuda.empty_cache()
 
     def __enter__(self) -> Self:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -38,6 +39,12 @@ class Affects(Enum):
     NUMERICS = "numerics"
     LAYOUT = "layout"
     GRAPH = "graph"
+
+    @staticmethod
+    def digest(values: Mapping[str, Any]) -> str:
+        """A short hash of parameters' values, by name."""
+        text = json.dumps(values, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,7 +225,8 @@ def _check_budget(config: EngineConfig, method: SparseMethod, max_model_len: int
         params = SparseParams(method.name, budget=sparse.budget, ratio=sparse.ratio, **sparse.knobs)
         resolve_budget(method, params, max_model_len)
     except RequestError as error:
-        raise ConfigError(f"--kv-budget: {error}") from None
+        flag = "--kv-budget" if "kv_error" not in sparse.knobs else "--sparse-config"
+        raise ConfigError(f"{flag}: {error}") from None
 
 
 def _needs(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+INV_FREQ = (0.0, 1.0, 0.3, 0.05)  # channel 0, which tells a key's position, does not turn
+
 
 class Case(NamedTuple):
     """A method with knobs small enough for the toy model; `budget` cuts a 48-token prompt."""
@@ -13,6 +15,7 @@ class Case(NamedTuple):
     budget: int | None = 20
     refused: tuple[str, ...] = ()  # layer mixes it cannot run on
     prefixes: bool = True  # whether prompts of several lengths may go on from one prefix
+    shifts: bool = False  # whether keys move to positions inside the cache
 
 
 READ = {"select": "quest", "select_tokens": 12, "select_config": {"dense_layers": 0}}
@@ -22,6 +25,8 @@ CASES = {
     "random": Case("random", {"sink": 2, "recent": 4}),
     "streaming_llm": Case("streaming_llm", {"block_tokens": 20}),
     "streaming_exact": Case("streaming_llm", {"block_tokens": 0, "page_aligned": False}),
+    "streaming_shift": Case("streaming_llm", {"block_tokens": 20, "pos_shift": True}, shifts=True),
+    "streaming_authors": Case("streaming_llm", {"sink": 3, "preset": "authors"}, shifts=True),
     "duo_attention": Case(
         "duo_attention", {"sink": 4, "retrieval": 0.25, "block_tokens": 20}, 30, refused=("latent",)
     ),
@@ -34,6 +39,7 @@ CASES = {
     "knorm": Case("knorm", {"skip_layers": (), "sink": 2, "recent": 4}),
     "keydiff": Case("keydiff", {"sink": 2, "recent": 4}),
     "keydiff_blocks": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20}),
+    "keydiff_bursts": Case("keydiff", {"sink": 2, "recent": 4, "block_tokens": 20, "interval": 3}),
     "expected_attention": Case("expected_attention", {"sink": 2}, refused=("latent",)),
     "snapkv": Case("snapkv", {"window": 6, "kernel": 3, "sink": 2}),
     "snapkv_blocks": Case(
@@ -47,8 +53,14 @@ CASES = {
     "adakv_keydiff": Case(
         "adakv", {"scorer": "keydiff", "recent": 4, "block_tokens": 20}, refused=("latent",)
     ),
-    "adakv_model": Case(
-        "adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
+    "adakv_model": Case("adakv", {"scope": "model", "window": 6, "kernel": 3, "sink": 2}),
+    "adakv_pyramid": Case(
+        "adakv", {"scorer": "pyramidkv", "window": 6, "kernel": 3, "sink": 2}, refused=("latent",)
+    ),
+    "adakv_h2o": Case("adakv", {"scorer": "h2o", "interval": 3}, refused=("latent",)),
+    "adakv_kvzip": Case(
+        "adakv",
+        {"scorer": "kvzip", "scope": "model", "chunk": 8, "lead": 2, "recent": 4},
     ),
     "rkv": Case("rkv", {"window": 4, "kernel": 3, "interval": 3}),
     "skipkv": Case(

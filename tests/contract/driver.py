@@ -14,6 +14,7 @@ from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
+from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.prefill import PrefillPattern
 from sparseengine.core.specs import LayerSpec, ModelSpec
@@ -22,6 +23,7 @@ from sparseengine.engine.controller import Controller
 from sparseengine.methods import make_method
 
 PAGE = 4
+PLAIN = SparseParams()
 POSITIONS = 2048  # channel 0 of a key is its position divided by this: exact in fp32
 
 
@@ -78,13 +80,14 @@ class Driver:
         num_pages: int = 4096,
         backend: Any = None,
         patterns: Mapping[str, PrefillPattern] | None = None,
+        poison: bool = True,
     ) -> None:
         self.model, self.methods = model, dict(methods)
         spec = model.spec
         groups = merge_plans(spec, [m.cache_plan() for m in methods.values()])
         self.cache = PagedCache(
             spec, groups, num_pages=num_pages, max_num_seqs=16, device="cpu", dtype=spec.dtype,
-            poison=True,
+            poison=poison,
         )  # fmt: skip
         self.controller = Controller(spec, self.cache, self.methods, patterns)
         self.backends = tuple(backend or ReferenceBackend() for _ in spec.layers)
@@ -99,10 +102,11 @@ class Driver:
         key: str,
         budget: int | None,
         prefill: str = "dense",
+        sparse: SparseParams = PLAIN,
     ) -> Request:
         request = Request(
             request_id, list(prompt), len(prompt), max_tokens, method=key, budget=budget,
-            prefill=prefill,
+            prefill=prefill, sparse=sparse,
         )  # fmt: skip
         self.requests[request_id] = request
         self.cache.admit(request, self.cache.match(request))

@@ -55,10 +55,19 @@ def keydiff_scores(q: Tensor, k: Tensor) -> list[list[float]]:
 
 
 def expected_attention_scores(
-    q: Tensor, k: Tensor, v: Tensor | None, sink: int, epsilon: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    sink: int,
+    epsilon: float = 0.0,
+    first: int | None = None,
 ) -> list[list[float]]:
-    """Closed form of E[exp(q.k)] for Gaussian queries; of a model that does not rotate."""
+    """Closed form of E[exp(q.k)] for Gaussian queries; of a model that does not rotate.
+
+    first: of the keys that share the attention; the sinks' are left out by default.
+    """
     length, group, out = len(k), q.shape[1] // k.shape[1], []
+    first = sink if first is None else first
     for h in _heads(k):
         score = [0.0] * length
         for g in range(h * group, h * group + group):
@@ -68,12 +77,12 @@ def expected_attention_scores(
             cov = cov / max(len(seen), 1) - torch.outer(mean, mean)
             z = [
                 (key @ mean / k.shape[2] ** 0.5 + key @ cov @ key / (2 * k.shape[2])).item()
-                for key in k[sink:, h].double()
+                for key in k[first:, h].double()
             ]
             top = max(z, default=0.0)
             total = sum(math.exp(x - top) for x in z)
             for j, x in enumerate(z):
-                score[sink + j] += (math.exp(x - top) / total + epsilon) / group
+                score[first + j] += (math.exp(x - top) / total + epsilon) / group
         norms = [1.0] * length if v is None else [math.hypot(*x) for x in v[:, h].tolist()]
         out.append([a * b for a, b in zip(score, norms, strict=True)])
     return out
@@ -226,12 +235,21 @@ def tova_scores(q: Tensor, k: Tensor) -> list[list[float]]:
 
 
 def kvzip_scores(
-    q: Tensor, k: Tensor, chunk: int, lead: int, sink: int, prefix: Sequence[int] = ()
+    q: Tensor,
+    k: Tensor,
+    chunk: int,
+    lead: int,
+    sink: int,
+    prefix: Sequence[int] = (),
+    mean: bool = False,
 ) -> list[list[float]]:
-    """Run the prompt again, chunk by chunk; the largest attention that anyone pays to a token."""
+    """Run the prompt again, chunk by chunk; the largest attention that anyone pays to a token.
+
+    mean: of all that is asked, in place of the largest.
+    """
     group, out = q.shape[1] // k.shape[1], []
     for h in _heads(k):
-        score = [0.0] * len(k)
+        score, asks = [0.0] * len(k), 0
         for first in range(0, len(k), chunk):
             asked = list(range(first, min(first + chunk, len(k))))
             run = [*prefix, *range(max(0, first - lead), first), *asked]
@@ -240,11 +258,42 @@ def kvzip_scores(
                 keys = k[[*seen, *run[: i + 1]], h].double()
                 for g in range(h * group, h * group + group):
                     paid = (keys @ q[t, g].double() / k.shape[2] ** 0.5).softmax(0).tolist()
+                    asks += 1
                     for j, p in zip(seen, paid, strict=False):
                         if j in asked:
-                            score[j] = max(score[j], p)
-        out.append(score)
+                            score[j] = score[j] + p if mean else max(score[j], p)
+        out.append([s / asks for s in score] if mean else score)
     return out
+
+
+def attention(q: Tensor, k: Tensor, last: int) -> Tensor:
+    """What the last queries pay to each key, the mean over them: float64 [Hq, L]."""
+    length, group = len(k), q.shape[1] // k.shape[1]
+    keys = k.double().repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q[-last:].double(), keys) / k.shape[2] ** 0.5
+    later = torch.arange(length) > torch.arange(length - len(q[-last:]), length)[:, None]
+    return logits.masked_fill(later, -math.inf).softmax(-1).mean(1)
+
+
+def least_by_error(
+    rows: Callable[[int], Rows], masses: Sequence[Sequence[float]], error: float, page: int | None
+) -> Rows:
+    """Budget by budget: the first whose cut leaves out no more of the masses, row by row in whole
+    pages, or without a page in the mean of rows that share it."""
+    length = len(masses[0])
+
+    def lost(kept: Rows) -> list[float]:
+        both = zip(masses, kept, strict=True)
+        return [sum(m for j, m in enumerate(row) if j not in set(some)) for row, some in both]
+
+    found: list[list[int] | None] = [None] * len(masses)
+    for budget in range(page or 1, length + (page or 1), page or 1):
+        kept = rows(min(budget, length))
+        parts = lost(kept) if page else [sum(lost(kept)) / len(kept)] * len(kept)
+        for h, part in enumerate(parts):
+            if found[h] is None and (part <= error or budget >= length):
+                found[h] = kept[h]
+    return [row or [] for row in found]
 
 
 def adakv(
@@ -396,6 +445,26 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         logits = (k[:, h] @ q[-1, g]) / k.shape[2] ** 0.5
         out.append(logits.masked_fill(~mask, -math.inf).softmax(0) @ v[:, h])
     return torch.stack(out)
+
+
+def turned(x: Tensor, distance: float, inv_freq: Sequence[float]) -> Tensor:
+    """Keys or queries [..., D] after a rotation by `distance` positions, pair by pair."""
+    out, half = x.clone(), len(inv_freq)
+    for i, freq in enumerate(inv_freq):
+        cos, sin = math.cos(distance * freq), math.sin(distance * freq)
+        a, b = x[..., i], x[..., half + i]
+        out[..., i], out[..., half + i] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def in_cache(k: Tensor, rows: Rows, inv_freq: Sequence[float]) -> Tensor:
+    """Keys as if each head's row ended at the newest position without gaps: [L, Hkv, D]."""
+    moved = k.clone()
+    for h, row in enumerate(rows):
+        for slot, position in enumerate(row):
+            wanted = len(k) - len(row) + slot
+            moved[position, h] = turned(k[position, h], wanted - position, inv_freq)
+    return moved
 
 
 def blockwise(

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from contract.driver import PAGE, POSITIONS, Reads, replay_chunk
+from contract.driver import PAGE, PLAIN, POSITIONS, Reads, replay_chunk
 from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.plan import merge_plans
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseMethod
+from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.prefill import PrefillPattern
-from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec, Rotary
 from sparseengine.engine.controller import Controller
 
 
@@ -33,14 +34,23 @@ class Driven:
 
 
 def spec_of(
-    q_heads: int, kv_heads: int, dim: int = 8, dtype: torch.dtype = torch.float32
+    q_heads: int,
+    kv_heads: int,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    inv_freq: tuple[float, ...] = (),
 ) -> ModelSpec:
-    """A model of one FULL layer."""
+    """A model of one FULL layer; inv_freq: by which its keys were turned, if they were."""
     layer = LayerSpec(
         kind=LayerKind.FULL, q_heads=q_heads, kv_heads=kv_heads, head_dim=dim, value_dim=dim
     )
     return ModelSpec(
-        layers=(layer,), vocab_size=4, hidden_size=4, max_position=1 << 16, dtype=dtype
+        layers=(layer,),
+        vocab_size=4,
+        hidden_size=4,
+        max_position=1 << 16,
+        dtype=dtype,
+        rotaries=(Rotary(inv_freq=inv_freq),) if inv_freq else (),
     )
 
 
@@ -75,6 +85,7 @@ def drive(
     attend: bool = True,
     shrink_to: int | None = None,
     pattern: PrefillPattern | None = None,
+    sparse: SparseParams = PLAIN,
 ) -> Driven:
     """Run chunks of `steps` tokens. The last `decodes` ones (default: trailing ones) are DECODE.
 
@@ -93,7 +104,10 @@ def drive(
     controller = Controller(model, cache, {"m": method}, {"p": pattern} if pattern else {})
     backend = Reads(attend=attend)
     tokens = list(range(sum(steps)))
-    request = Request(0, tokens, prompt_len, decodes + 1, method="m", budget=budget, prefill="p")
+    request = Request(
+        0, tokens, prompt_len, decodes + 1, method="m", budget=budget, prefill="p",
+        sparse=sparse,
+    )  # fmt: skip
     cache.admit(request, cache.match(request))
     out, at = Driven(), 0
     for i, size in enumerate(steps):
@@ -107,13 +121,9 @@ def drive(
         controller.end_step(plan)
         reads = backend.log[-1][0]
         if chunk.ends_prompt:
-            for run in method.replay(request):  # a token's q, k and v are the same wherever it is
+            for run in method.replay(request):
                 again = StepPlan((replay_chunk(request, run),))
-                cache.reserve(again)
-                ctx = StepContext(again, cache, controller, (backend,), model)
-                ctx.attend(0, q[list(run)], k[list(run)], v[list(run)])
-                controller.end_step(again)
-                cache.check()
+                _rerun(StepContext(again, cache, controller, (backend,), model), run, q, k, v)
         if shrink_to is not None and i == len(steps) - 2:
             rows = [cache.layer_step(0, q[part], k[part], v[part])]
             controller.retain(method.shrink(request, shrink_to, rows))
@@ -123,3 +133,11 @@ def drive(
         out.pages.append(cache.usage(0).pages)
         at += size
     return out
+
+
+def _rerun(ctx: StepContext, run: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> None:
+    """A token's q, k and v are the same wherever it is."""
+    ctx.cache.reserve(ctx.plan)
+    ctx.attend(0, q[list(run)], k[list(run)], v[list(run)])
+    ctx.controller.end_step(ctx.plan)
+    ctx.cache.check()

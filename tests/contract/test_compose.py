@@ -330,6 +330,7 @@ def test_a_partly_filled_page_of_negative_scores_is_not_worth_more_than_a_full_o
 
 # ── shrink ───────────────────────────────────────────────────────────────────────────────────────
 
+SHARING = ("adakv", "kvzip", "kvzip_layer")  # their heads share budgets without a stage
 SHRINKING: dict[str, tuple[str, dict[str, Any], tuple[int, int], Any]] = {
     **{
         name: (name, knobs, protected(14), score)
@@ -338,6 +339,9 @@ SHRINKING: dict[str, tuple[str, dict[str, Any], tuple[int, int], Any]] = {
     },
     "kvzip_uniform": (
         "kvzip", {**SCORERS["kvzip"][0], "form": "uniform"}, (3, 5), SCORERS["kvzip"][2],
+    ),
+    "kvzip_layer": (
+        "kvzip", {**SCORERS["kvzip"][0], "form": "layer"}, (3, 5), SCORERS["kvzip"][2],
     ),
     "pyramidkv": ("pyramidkv", SNAP, (3, 6), SCORERS["snapkv"][2]),
     "adakv": ("adakv", SNAP, (3, 6), SCORERS["snapkv"][2]),
@@ -367,13 +371,13 @@ def test_shrink_is_the_methods_own_choice_at_the_target(
     once = score(q[:45], k[:45])
     once = once * 2 if len(once) == 1 else once
     scores = [[*row, math.inf] for row in once]  # position 45 was never scored
-    if method.can_rescore():  # from what is stored now
+    if getattr(method, "scorer", method).can_rescore():  # from what is stored now
         for h, row in enumerate(survivors):
             found = score(q[row], k[row][:, h : h + 1])[0]
             scores[h] = [found[row.index(j)] if j in row else 0.0 for j in range(46)]
     left = [[scores[h][j] for j in row] for h, row in enumerate(survivors)]
-    kind = allocate.get("allocate", "adakv" if name in ("adakv", "kvzip") else "uniform")
-    floor = 0.0 if name == "kvzip" else 0.2
+    kind = allocate.get("allocate", "adakv" if name in SHARING else "uniform")
+    floor = 0.2 if name == "adakv" else 0.0
     rows = retained(kind, left, 14, sink, recent, 4, floor)
     wanted = [[*(survivors[h][j] for j in row), 46] for h, row in enumerate(rows)]
     assert got.reads[2] == wanted

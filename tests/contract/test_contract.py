@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from contract.cases import CASES, MIXES, Case
+from contract.cases import CASES, INV_FREQ, MIXES, Case
 from contract.driver import PAGE, Driver, is_done, make, solo
 from contract.reads import drive, random_layer, spec_of
 from contract.toy import VOCAB, Toy
+from sparseengine.core.params import SparseParams
 from sparseengine.core.specs import LayerKind
 from sparseengine.engine.admission import charge
 from sparseengine.errors import UnsupportedError
@@ -183,6 +184,20 @@ def test_06_decode_never_waits_for_the_host(case: Case, mix: str) -> None:
     assert [r.num_generated for r in requests] == [3, 3]
 
 
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "tova", "h2o"])
+def test_06_digests_are_weighed_without_waiting(name: str) -> None:
+    case = CASES[name]
+    driver = driver_for(case, "full")
+    asked = SparseParams(dropped_mass=True, compensate=True)
+    request = driver.add(0, prompt(LONG), NEW, "m", case.budget, sparse=asked)
+    while request.in_prefill:
+        driver.advance([request])
+    driver.controller = GuardedHooks(driver.controller)  # type: ignore[assignment]
+    for _ in range(3):
+        driver.advance([request])
+    assert request.num_generated == 4
+
+
 def test_06_the_guard_catches_a_wait() -> None:
     with pytest.raises(AssertionError, match="needs the host"), NoSync():
         torch.ones(1).item()
@@ -238,6 +253,24 @@ def test_09_abort_at_any_step_leaks_nothing(case: Case, mix: str) -> None:
 
 
 @pytest.mark.parametrize(("case", "mix"), CELLS)
+def test_11_what_free_slots_hold_changes_nothing(case: Case, mix: str) -> None:
+    """NaN in every slot that no row holds, or what an ended request has left: the same logits."""
+    found = []
+    for poison in (True, False):
+        driver = driver_for(case, mix, poison=poison)
+        if not poison:
+            driver.finish([driver.add(9, prompt(LONG, 3), NEW, "m", case.budget)], 17)
+        seen: list[torch.Tensor] = []
+        logits = driver.model.logits
+        driver.model.logits = lambda hidden, f=logits, s=seen: s.append(f(hidden)) or s[-1]
+        driver.finish([driver.add(0, prompt(LONG), NEW, "m", case.budget)], 17)
+        found.append(seen)
+    for poisoned, dirty in zip(*found, strict=True):
+        assert poisoned.isfinite().all()
+        assert torch.equal(poisoned, dirty)
+
+
+@pytest.mark.parametrize(("case", "mix"), CELLS)
 def test_12_preempt_and_resume_equals_undisturbed(case: Case, mix: str) -> None:
     expected = [alone(case, mix, prompt(n)) for n in (LONG, 33)]
     driver = driver_for(case, mix)
@@ -281,16 +314,18 @@ def test_layers_of_other_kinds_stay_dense(case: Case) -> None:
 @pytest.mark.parametrize("case", [pytest.param(c, id=n) for n, c in CASES.items()])
 def test_07_two_ranks_with_half_the_heads_decide_as_one(case: Case) -> None:
     """Head split as tensor parallelism makes it; methods that need all heads say so."""
-    traits = make(spec_of(4, 2), case.method, **case.knobs).traits
+    turns: dict[str, Any] = {"inv_freq": INV_FREQ} if case.shifts else {}
+    whole, half = spec_of(4, 2, **turns), spec_of(2, 1, **turns)
+    traits = make(whole, case.method, **case.knobs).traits
     if traits.tp != "local":
         assert traits.tp == "reduce"
         return
     q, k, v = random_layer(LONG + 1, q_heads=4, kv_heads=2)
     steps = [LONG, 1]
-    one = drive(make(spec_of(4, 2), case.method, **case.knobs), q, k, v, steps, case.budget)
+    one = drive(make(whole, case.method, **case.knobs), q, k, v, steps, case.budget)
     halves = [
         drive(
-            make(spec_of(2, 1), case.method, **case.knobs),
+            make(half, case.method, **case.knobs),
             q[:, 2 * r : 2 * r + 2], k[:, r : r + 1], v[:, r : r + 1], steps, case.budget,
         )
         for r in range(2)

@@ -110,7 +110,11 @@ def test_keydiff_in_blocks() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 0.2, 0.5])
 def test_adakv(alpha: float) -> None:
     """AdaKVPress(SnapKVPress): a mask there, freed memory here; the kept sets agree."""
-    _, driven = capture("adakv", preset="kvpress", window=8, kernel=5, alpha=alpha)
+    knobs = {"preset": "kvpress", "window": 8, "kernel": 5, "alpha": alpha}
+    method = make(spec_of(8, 2), "adakv", **knobs)
+    driven = drive(
+        method, *random_layer(LENGTH + 1, 8, 2, seed=11), [50, LENGTH - 50, 1], BUDGET, 1
+    )
     scores = kvpress_snapkv(*layer(), 8, 5)
     safe = scores.topk(int(BUDGET * alpha), dim=-1).indices
     scores.scatter_(-1, safe, torch.finfo(scores.dtype).max)

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from contract import oracles
-from contract.cases import CASES
+from contract.cases import CASES, INV_FREQ
 from contract.driver import PAGE, make
 from contract.reads import Driven, drive, random_layer, spec_of
 from contract.toy import toy_spec
+from sparseengine.core.params import SparseParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
-from sparseengine.methods.families import EvictionMethod, _Pending
+from sparseengine.methods.adakv import AdaKV
+from sparseengine.methods.pending import Pending
 
 HEADS = [(8, 2), (4, 2), (4, 1)]
 CHUNKINGS = {"whole": None, "sevens": 7, "one_at_the_end": -1}
@@ -344,8 +346,8 @@ def test_adakv_over_the_model_shares_all_budgets_out() -> None:
     scores = torch.rand(3, 2, length, generator=rng) * torch.tensor([1.0, 2.0, 3.0])[:, None, None]
     knobs = {"scorer": "knorm", "skip_layers": (), "sink": 2, "recent": 3, "scope": "model"}
     method = make(toy_spec("fff"), "adakv", **knobs)
-    assert isinstance(method, EvictionMethod)
-    method._pending[0] = {i: _Pending(scores[i], (length,) * 2, budget) for i in range(3)}
+    assert isinstance(method, AdaKV)
+    method.scorer._pending[0] = {i: Pending(scores[i], (length,) * 2, budget) for i in range(3)}
     request = Request(0, list(range(length)), length, 4, budget=budget)
     keeps = method.evict(StepPlan((Chunk(request, (0,), 39, Purpose.PREFILL, True),)))
     got = [m.nonzero().flatten().tolist() for k in keeps for m in k.masks]
@@ -378,7 +380,7 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
     """Physical eviction (or selection) == dense attention under the same mask, in float64."""
     length = 61
     q, k, v = (x.double() for x in random_layer(length + 4, 8, 2, seed=4))
-    model = spec_of(8, 2, 8, torch.float64)
+    model = spec_of(8, 2, 8, torch.float64, INV_FREQ if case.shifts else ())
     method = make(model, case.method, **case.knobs)
     steps = [*steps_for(length, 20), 1, 1, 1, 1]
     got = drive(method, q, k, v, steps, case.budget, 4)
@@ -386,8 +388,29 @@ def test_10_rows_ascend_and_reads_equal_masked_dense_attention(case: Any) -> Non
         n = length + i + 1
         rows = got.reads[i - 4]
         assert all(row == sorted(set(row)) and row[-1] == n - 1 for row in rows)
-        expected = oracles.masked_attention(q[:n], k[:n], v[:n], rows)
+        keys = oracles.in_cache(k[:n], rows, INV_FREQ) if case.shifts else k[:n]
+        expected = oracles.masked_attention(q[:n], keys, v[:n], rows)
         torch.testing.assert_close(got.outs[i - 4][0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["knorm", "snapkv", "adakv", "kvzip", "tova", "h2o", "rkv"])
+def test_the_attention_of_two_parts_merged_is_that_of_all(name: str) -> None:
+    """What is not condensed yet is kept whole: with it a step attends to everything, in float64."""
+    length, decodes = 45, 5
+    q, k, v = (x.double() for x in random_layer(length + decodes, 8, 2, seed=6))
+    bursts = {"tova": {"burst": 2}, "h2o": {"interval": 2}, "rkv": {"interval": 2}}
+    knobs: dict[str, Any] = bursts.get(name, {"skip_layers": ()} if name == "knorm" else {})
+    method = make(spec_of(8, 2, 8, torch.float64), name, **knobs)
+    lost = []
+    for sparse in (SparseParams(), SparseParams(compensate=True)):
+        steps = [length, *[1] * decodes]
+        got = drive(method, q, k, v, steps, length - 7, decodes, sparse=sparse)
+        for i in range(decodes):
+            n = length + i + 1
+            everything = oracles.masked_attention(q[:n], k[:n], v[:n], [list(range(n))] * 2)
+            lost.append((got.outs[i - decodes][0] - everything).abs().max().item())
+    assert min(lost[:decodes]) > 1e-3, "tokens were dropped"
+    assert max(lost[decodes:]) < 1e-12
 
 
 def test_every_method_has_a_read_set_oracle() -> None:

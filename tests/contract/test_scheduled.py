@@ -48,7 +48,7 @@ def engine_for(toy: Toy, cases: list[Case], num_pages: int, **scheduler: object)
     config = SchedulerConfig(max_num_batched_tokens=32, **scheduler)  # type: ignore[arg-type]
     return Engine(
         intake=Intake(toy.spec, methods, None, max_model_len=256),
-        scheduler=Scheduler(config, cache, methods.instances, collector),
+        scheduler=Scheduler(config, cache, methods.instances, collector, controller.shrink),
         runner=runner,
         controller=controller,
         collector=collector,

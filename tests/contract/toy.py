@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sparseengine.core.context import StepContext
-from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec
+from sparseengine.core.specs import LayerKind, LayerSpec, ModelSpec, Rotary
 
 HIDDEN, VOCAB = 32, 61
 ROTARY = 4  # rotated channels of a latent
@@ -23,6 +23,17 @@ KINDS = {
 }
 
 
+def _rotary(channels: int) -> Rotary:
+    return Rotary(inv_freq=tuple(_frequencies(channels // 2).tolist()))
+
+
+def _frequencies(half: int) -> Tensor:
+    return 100.0 ** (-torch.arange(half) / half)
+
+
+ROTATED = {"l": ROTARY, "r": 0}  # channels; of other layers all
+
+
 def toy_spec(kinds: str, dtype: torch.dtype = torch.float32) -> ModelSpec:
     """A model of the layers named by letters: f and g FULL, w WINDOW, l LATENT, r RECURRENT."""
     return ModelSpec(
@@ -32,6 +43,7 @@ def toy_spec(kinds: str, dtype: torch.dtype = torch.float32) -> ModelSpec:
         max_position=4096,
         dtype=dtype,
         architecture="Toy",
+        rotaries=tuple(_rotary(ROTATED.get(c, KINDS[c].head_dim)) for c in kinds),
     )
 
 
@@ -88,8 +100,7 @@ class Toy:
 def _rotate(x: Tensor, positions: Tensor, channels: int) -> Tensor:
     """Rotary embedding of the last `channels` channels: x [T, H, D]."""
     half = channels // 2
-    freq = 100.0 ** (-torch.arange(half) / half)
-    angle = positions[:, None, None] * freq  # [T, 1, half]
+    angle = positions[:, None, None] * _frequencies(half)  # [T, 1, half]
     a, b = x[..., -channels:-half], x[..., -half:]
     turned = (a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin())
     return torch.cat((x[..., :-channels], *turned), -1)

@@ -356,14 +356,17 @@ def check_fused(tokens: int, dtype: torch.dtype, device: str) -> None:
 
 
 @contextmanager
-def rows_held_in_parts(columns: int) -> Iterator[None]:
-    """`top_pages` holds that many columns of a row at once: rows longer than that are few ones."""
-    before = select._HELD_COLUMNS, select._BLOCK_W
-    select._HELD_COLUMNS = select._BLOCK_W = columns
+def rows_held_in_parts(columns: int, most: int = 1 << 15) -> Iterator[None]:
+    """`top_pages` cuts rows into parts of so many columns, and reads them again where none fits."""
+    names = "_HELD_COLUMNS", "_BLOCK_W", "_MOST_COLUMNS"
+    before = [getattr(select, name) for name in names]
+    for name, value in zip(names, (columns, columns, most), strict=True):
+        setattr(select, name, value)
     try:
         yield
     finally:
-        select._HELD_COLUMNS, select._BLOCK_W = before
+        for name, value in zip(names, before, strict=True):
+            setattr(select, name, value)
 
 
 def check_top_tokens(columns: int, device: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,31 @@ def test_a_batch_of_long_prompts_at_full_size(method: str) -> None:
         assert all(len(o.outputs[0].token_ids) == 16 for o in outputs)
         cache = llm.engine.scheduler.cache
         assert cache.free_pages() == cache.total_pages()
+
+
+@pytest.mark.parametrize("shape", ["qwen3-8b", "glm-4.7-flash"])
+def test_closing_gives_the_memory_back(shape: str) -> None:
+    """At once, and to the device: another engine, or another process, can have it."""
+
+    def free_after_a_run() -> int:
+        with LLM(
+            "",
+            hf_config=shape,
+            hf_overrides={"num_hidden_layers": 2},
+            load_format="dummy",
+            device="cuda",
+            kv_cache_memory_bytes=8 << 30,
+            max_model_len=4096,
+            max_num_seqs=16,
+            quiet=True,
+        ) as llm:
+            sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+            llm.generate(prompts([2048] * 4, 100_000), sampling, use_tqdm=False)
+        return torch.cuda.mem_get_info()[0]
+
+    gc.disable()
+    try:
+        first, second = free_after_a_run(), free_after_a_run()
+    finally:
+        gc.enable()
+    assert first - second < 1 << 30

@@ -245,6 +245,29 @@ def test_metrics_count_what_happened(checkpoint: Path) -> None:
         assert by_name["sparseengine:route_fallback_total"] == 0
 
 
+def test_metrics_tell_the_attention_that_evicted_tokens_would_have_had(checkpoint: Path) -> None:
+    with serving(checkpoint, engine={"enable_methods": ["full", "snapkv", "tova"]}) as served:
+        body = {"prompt": [5, 6, 7, 8] * 25, "max_tokens": 6, "ignore_eos": True}
+        asked = {"method": "snapkv", "budget": 40, "dropped_mass": True}
+        answer = served.post(COMPLETIONS, {**body, "n": 2, "seed": 1, "sparse": asked}).json()
+        served.post(COMPLETIONS, {**body, "sparse": {"method": "tova", "budget": 40}})
+        served.post(COMPLETIONS, {**body, "max_tokens": 1, "sparse": asked})  # no decode step
+        served.wait_idle()
+        found = {
+            line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+            for line in served.get("/metrics").text.splitlines()
+            if line.startswith("sparseengine:kv_dropped_mass_")
+        }
+        labels = f'{{method="snapkv",model_name="{served.model}"}}'
+        means = [
+            sum(step["mean"] for step in c["sparse"]["dropped_mass"]) / 5 for c in answer["choices"]
+        ]
+        assert found[f"sparseengine:kv_dropped_mass_count{labels}"] == 2, "completions, not steps"
+        assert found[f"sparseengine:kv_dropped_mass_sum{labels}"] == pytest.approx(sum(means))
+        assert 0 < sum(means) < 2
+        assert not any("tova" in name for name in found), "which did not ask"
+
+
 def test_what_running_rows_hold_and_read(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prompt densely, with a budget of what is kept, and with one of what is read."""
     monkeypatch.setattr(host, "BEAT_S", 0.02)

@@ -20,7 +20,7 @@ from sparseengine.server.errors import ApiError
 from sparseengine.server.schemas import SparseFields
 from sparseengine.server.service import Service
 
-METHODS = ("full", "snapkv", "tova", "streaming_llm")
+METHODS = ("full", "snapkv", "tova", "streaming_llm", "kvzip")
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
 WATCHED = SparseParams("snapkv", budget=40, dropped_mass=True)
 MENDED = SparseParams("snapkv", budget=40, dropped_mass=True, compensate=True)
@@ -158,7 +158,7 @@ def test_compensation_comes_nearer_to_dense(llm: LLM) -> None:
     [
         (SparseParams("full", dropped_mass=True), "dropped_mass=True is not allowed with method"),
         (SparseParams("full", compensate=True), "evicts nothing"),
-        (SparseParams("tova", kv_error=0.1), "does not measure attention.*snapkv"),
+        (SparseParams("streaming_llm", kv_error=0.1), "measures no attention.*snapkv"),
     ],
 )
 def test_methods_that_cannot_say_so(llm: LLM, sparse: SparseParams, message: str) -> None:
@@ -188,8 +188,61 @@ def test_an_engine_may_have_them_as_its_default(folder: Path) -> None:
     with open_llm(folder, sparse_method="snapkv", kv_budget=40, sparse_config=given) as other:
         (found,) = run(other, prompts(100), None)
         assert len(found.sparse.dropped_mass) == 11
+    with pytest.raises(ConfigError, match=r"--sparse-config: kv_error=0\.1.* no attention"):
+        open_llm(folder, sparse_method="streaming_llm", sparse_config={"kv_error": 0.1})
     with pytest.raises(ConfigError, match="compensate"):
         open_llm(folder, sparse_method="snapkv", sparse_config={"compensate": 3})
+
+
+def test_bytes_that_digests_add_to_a_step_are_counted(llm: LLM) -> None:
+    """Of every row: its two entries in 16 lost tokens, those that wait, and the kept keys again."""
+    batch, plain = prompts(150), SparseParams("snapkv", budget=40, record=True)
+    watched = SparseParams("snapkv", budget=40, record=True, dropped_mass=True)
+    (before,), (after,) = run(llm, batch, plain), run(llm, batch, watched)
+    spec = llm.resolved.spec
+    dropped = 150 - 40
+    entries, extra = dropped // 16 * 2 + dropped % 16, []
+    for step in range(11):
+        kept = 41 + step
+        extra.append(
+            sum(
+                layer.kv_heads * 4 * (entries * sum(layer.stored_dims) + kept * layer.head_dim)
+                for layer in spec.layers
+            )
+        )
+    pairs = zip(after.sparse.reads, before.sparse.reads, strict=True)
+    assert [a.bytes_read - b.bytes_read for a, b in pairs] == extra
+
+
+def most_at_once(llm: LLM, batch: list[list[int]], params: SamplingParams) -> int:
+    """How many requests ran together at most."""
+    step, seen = llm.engine.step, [0]
+
+    def watched() -> Any:
+        found = step()
+        seen.append(len(llm.engine.scheduler.running))
+        return found
+
+    llm.engine.step = watched
+    run(llm, batch, None, params)
+    return max(seen)
+
+
+def test_the_memory_table_charges_digests_and_as_many_run(folder: Path) -> None:
+    fits = {}
+    for asked in ({}, {"dropped_mass": True}):
+        options = {"sparse_method": "snapkv", "kv_budget": 40, "sparse_config": asked}
+        options |= {"max_model_len": 140, "num_gpu_blocks_override": 90, "enable_methods": None}
+        with open_llm(folder, max_num_seqs=64, **options) as other:
+            table = other.memory
+            assert [f.digests for f in table.fits] == [bool(asked), False], "of the default alone"
+            assert ("with digests" in table.render()) == bool(asked)
+            fits[bool(asked)] = table.fits[0].requests
+            params = SamplingParams(temperature=0, max_tokens=table.output_tokens, ignore_eos=True)
+            batch = prompts(*[table.prompt_tokens] * (table.fits[0].requests + 2))
+            assert most_at_once(other, batch, params) == table.fits[0].requests
+            assert other.get_metrics()["num_preemptions"] == 0
+    assert fits[True] < fits[False]
 
 
 # ── error targets ─────────────────────────────────────────────────────────────────────────────────
@@ -213,6 +266,45 @@ def test_a_smaller_error_keeps_more_and_none_keeps_all(llm: LLM) -> None:
     capped = kept(llm, SparseParams("snapkv", kv_error=0.05, budget=64, record=True))
     assert max(capped) <= 64
     assert [min(n, 64) for n in sizes[2]] == capped
+
+
+def test_an_error_target_stands_behind_a_selection_too(folder: Path) -> None:
+    read = {"select": "quest", "select_tokens": 32, "select_config": {"dense_layers": 0}}
+    target: dict[str, Any] = {"kv_error": 0.3, "record": True}
+    with open_llm(folder, enable_methods=("snapkv", "quest")) as other:
+        alone = kept(other, SparseParams("snapkv", **target))
+        assert kept(other, SparseParams("snapkv", **target, **read)) == alone
+        assert max(alone) < 200
+        with pytest.raises(RequestError, match="it evicts nothing"):
+            kept(other, SparseParams("quest", **target))
+
+
+@pytest.mark.parametrize("method", ["snapkv", "tova", "kvzip"])
+def test_what_an_error_came_to_is_reported(llm: LLM, method: str) -> None:
+    for error in (0.3, 0.0):
+        wants = SparseParams(method, kv_error=error, record=True)
+        (found,) = run(llm, prompts(200), wants)
+        rows = found.sparse.retained[0].positions
+        sizes = [len(row) for layer in rows for row in rows[layer]]
+        assert found.sparse.found_budget == pytest.approx(sum(sizes) / len(sizes))
+        assert (found.sparse.found_budget < 200) == (error > 0)
+        assert found.sparse.budget is None, "no ceiling was given"
+    three = SamplingParams(n=3, temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    forks = run(llm, prompts(200, 40), SparseParams(method, kv_error=0.3, budget=100), three)
+    reports = [f.sparse for f in forks]
+    assert [r.retained for r in reports] == [[]] * 6, "nothing else was asked for"
+    assert {r.budget for r in reports} == {100}
+    assert len({r.found_budget for r in reports[:3]}) == 1
+    assert 0 < reports[0].found_budget <= 100
+    assert 0 < reports[3].found_budget <= 40
+    assert reports[0].to_dict()["found_budget"] == reports[0].found_budget
+    (plain,) = run(llm, prompts(200), SparseParams(method, budget=100))
+    assert plain.sparse is None
+
+
+def test_digests_of_what_an_error_dropped(llm: LLM) -> None:
+    (found,) = run(llm, prompts(150), SparseParams("snapkv", kv_error=0.2, dropped_mass=True))
+    assert all(0 < m.mean <= m.max < 1 for m in found.sparse.dropped_mass)
 
 
 def test_the_bound_holds_for_the_true_output_error_in_fp64() -> None:

@@ -75,13 +75,15 @@ def test_a_token_that_dense_rules_out_adds_nothing() -> None:
     assert compare(dense, other, [0]).kl == pytest.approx([math.log(2)])
 
 
-def test_forced_dense_decoding_is_the_models_own_distribution(model: str) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_forced_dense_decoding_is_the_models_own_distribution(model: str, overlap: bool) -> None:
     rng = random.Random(0)
     pieces = [[rng.randrange(2, 300) for _ in range(60)] for _ in range(3)]
     with LLM(model, quiet=True, kv_cache_memory_bytes="8MiB", dtype="float32") as llm:
+        llm.engine.overlap = overlap  # as on a GPU
         logits, seen = forced_logits(llm, pieces, 40, [SparseParams(record=True)] * 3)
         assert [tuple(x.shape) for x in logits] == [(19, 300)] * 3
-        assert len(seen.bytes_read_per_step) == 19
+        assert [len(record.bytes_read_per_step) for record in seen if record] == [19] * 3
         ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
         outputs = llm.generate(pieces, ask, use_tqdm=False)
     for piece, own, output in zip(pieces, logits, outputs, strict=True):
@@ -113,7 +115,7 @@ def test_forced_sparse_decoding_is_what_the_method_generates(model: str) -> None
         dense, _ = forced_logits(llm, [piece], 70, [SparseParams(record=True)])
         again = llm.generate([prompt], free, case.params(), use_tqdm=False)[0].outputs[0]
     assert again.token_ids == done.token_ids  # the engine has its own sampler back
-    assert seen.budget == 20
+    assert [record.budget for record in seen if record] == [20]
     assert done.logprobs is not None
     want = [-row[t].logprob for t, row in zip(done.token_ids, done.logprobs, strict=True)]
     places = compare(dense[0], logits[0], done.token_ids[1:])
@@ -217,6 +219,27 @@ def test_agree_measures_from_dense(capsys, model, text) -> None:
             assert row["bytes_read_per_step"] < dense["bytes_read_per_step"]
         elif row["method"] == "knorm":
             assert row["kl_max"] < 1e-9  # everything is kept
+
+
+def test_agree_reports_the_attention_to_evicted_tokens_where_asked(capsys, model, text) -> None:
+    knobs = {"knorm": {"recent": 4, "dropped_mass": True}, "snapkv": {"window": 4, "kv_error": 0.3}}
+    status, out, err = run(
+        *[capsys, "eval", "agree", model, *SMALL, "--text", str(text), "--dtype", "float32"],
+        *["--methods", "knorm,snapkv", "--budgets", "16,1.0", "--input-len", "60"],
+        *["--output-len", "5", "--num-texts", "2", "--hyper-params", json.dumps(knobs)],
+    )
+    assert status == 0, err
+    rows = {(r["method"], r["budget"]): r for r in json.loads(out.splitlines()[-1])["rows"]}
+    assert 0 < rows["knorm", 16]["dropped_mass"] < 1
+    assert rows["knorm", 1.0]["dropped_mass"] == 0, "nothing was evicted"
+    others = [r["dropped_mass"] for (name, _), r in rows.items() if name != "knorm"]
+    assert set(others) == {None}
+    lines = [line.split() for line in out.splitlines()]
+    assert [line[-1] for line in lines if line[:2] == ["snapkv", "16"]] == ["-"]
+    assert [line[-1] == "-" for line in lines if line[:2] == ["knorm", "16"]] == [False]
+    assert next(line[-1] for line in lines if "KL" in line) == "dropped"
+    assert rows["snapkv", 16]["budget_tokens"] <= 16
+    assert 16 < rows["snapkv", 1.0]["budget_tokens"] < 60, "what the error came to"
 
 
 def test_sparse_prefill_is_compared_with_dense_prefill(capsys, model, text) -> None:

@@ -229,7 +229,9 @@ def test_questions_share_one_compressed_text(llm: LLM) -> None:
     assert len(forks.seen.reads) == longest + 9 - 1
 
 
-def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM, overlap, monkeypatch) -> None:
+    monkeypatch.setattr(llm.engine, "overlap", overlap)  # as on a GPU
     job = make_job(llm, PROTOCOLS[1], CONTEXT, QUERIES[:1])
     full = [Case(method="full").params(record=True)]
     whole = ask(llm, [job], full, 30)[0]

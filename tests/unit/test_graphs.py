@@ -242,8 +242,21 @@ def test_replays_keep_what_eager_steps_keep(
         ("rkv", 64, {"interval": 5}),
         ("tova", 64, {}),
         ("streaming_llm", 80, {"block_tokens": 64}),
+        ("streaming_llm", 80, {"block_tokens": 64, "pos_shift": True}),
+        ("duo_attention", 80, {"block_tokens": 64, "sink": 16}),
+        ("keydiff", 80, {"interval": 4, "recent": 8}),
     ],
-    ids=["snapkv-pages", "kvzip-pages", "h2o-in-bursts", "rkv-in-bursts", "tova", "streaming"],
+    ids=[
+        "snapkv-pages",
+        "kvzip-pages",
+        "h2o-in-bursts",
+        "rkv-in-bursts",
+        "tova",
+        "streaming",
+        "shifted",
+        "duo",
+        "keydiff",
+    ],
 )
 def test_pipelines_are_replayed_with_the_tokens_of_eager_steps(
     folder: Path, method: str, budget: int, knobs: dict[str, object]
@@ -264,6 +277,19 @@ def test_pipelines_are_replayed_with_the_tokens_of_eager_steps(
     assert found[0] == found[1]
     assert replays[0] == 0
     assert replays[1] >= 15
+
+
+def test_rows_that_differ_by_layer_are_cut_behind_replays(folder: Path) -> None:
+    """The longest row is a dense layer's; what is cut goes by the others."""
+    knobs = {"dense_layers": 1, "block_tokens": 64, "pos_shift": True}
+    options = {"sparse_method": "streaming_llm", "sparse_config": knobs}
+    found = []
+    for graphs in (False, True):
+        with open_llm(folder, graphs=graphs, methods=("streaming_llm",), **options) as llm:
+            found.append(tokens(llm, GREEDY, SparseParams("streaming_llm", budget=64, **knobs)))
+            replays = llm.engine.runner.num_replays
+    assert found[0] == found[1]
+    assert replays >= 15
 
 
 def test_sampling_forks_and_preemptions_among_replays(folder: Path) -> None:

@@ -73,6 +73,16 @@ def test_a_pattern_file_names_the_heads(tmp_path: Path) -> None:
     assert method.layers == (0,)
 
 
+def test_a_table_of_the_authors_names_the_heads(tmp_path: Path) -> None:
+    file = tmp_path / "full_attention_heads.tsv"
+    file.write_text("1.000000000000000000e+00\t2.5e-01\n0.5\t0.75\n")
+    assert duo("ff", pattern=str(file)).streaming == {0: {1}, 1: {0}}
+    for wrong in ("1\t0\n", "1\t0\n1\n", "1\tx\n1\t0\n", "1\tnan\n1\t0\n"):
+        file.write_text(wrong)
+        with pytest.raises(RequestError, match=r"a \.tsv file with as many lines"):
+            duo("ff", pattern=str(file))
+
+
 WRONG: dict[str, object] = {
     "no list": {"0": [1, 2]},
     "too few layers": [[1, 2]],
@@ -203,5 +213,5 @@ def test_memory_never_exceeds_demand(kinds: str, block: int, retrieval: float) -
 def test_the_registry_tells_what_it_is() -> None:
     traits = METHODS.get(NAME).traits
     assert traits.decode_hooks
-    assert not traits.graph_safe
+    assert traits.graph_safe
     assert not traits.query_aware

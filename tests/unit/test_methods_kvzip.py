@@ -23,8 +23,8 @@ from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
 from sparseengine.methods import kvzip
-from sparseengine.methods.families import _Pending
 from sparseengine.methods.kvzip import KVzip, KVzipConfig
+from sparseengine.methods.pending import Pending
 
 KNOBS: dict[str, Any] = {"chunk": 8, "lead": 2, "sink": 2, "recent": 4}
 
@@ -51,8 +51,8 @@ def test_runs_are_chunks_behind_what_precedes_them() -> None:
     assert method.replay(resumed)[-1] == (60, 59, *range(15, 22)), "generated tokens are not text"
 
 
-@pytest.mark.parametrize("budget", [None, 20, 21])
-def test_nothing_happens_to_short_prompts(budget: int | None) -> None:
+@pytest.mark.parametrize("budget", [20, 21])
+def test_nothing_happens_to_short_prompts(budget: int) -> None:
     method = method_on(toy_spec("ff"))
     assert method.replay(request_of(20, budget)) == ()
     assert method.demand(20, 8, budget) == (28, 28)
@@ -150,7 +150,7 @@ def test_one_threshold_over_layers_and_heads_breaks_ties_by_position() -> None:
     rng = torch.Generator().manual_seed(4)
     scores = [torch.randint(0, 5, (2, length), generator=rng) / 4 for _ in range(3)]
     for budget in (1, 3, 7, 16, 29):
-        items = [(la, _Pending(s, (length,) * 2, budget)) for la, s in enumerate(scores)]
+        items = [(la, Pending(s, (length,) * 2, budget)) for la, s in enumerate(scores)]
         keeps = method._together(9, items)
         must = oracles.forced(length, budget, 1, 2)
         ranked = [
@@ -265,7 +265,7 @@ def test_layers_and_heads_are_chosen_as_the_definition_says(form: str, budget: i
     rng = torch.Generator().manual_seed(budget)
     scores = torch.rand(3, 2, 45, generator=rng)
     method = method_on(toy_spec("fff"), form=form)
-    method._pending[0] = {i: _Pending(scores[i], (45, 45), budget) for i in range(3)}
+    method._pending[0] = {i: Pending(scores[i], (45, 45), budget) for i in range(3)}
     request = request_of(45, budget)
     keeps = method.evict(StepPlan((replay_chunk(request, (1,)),)))
     got = {k.layer: [m.nonzero().flatten().tolist() for m in k.masks] for k in keeps}

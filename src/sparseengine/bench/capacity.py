@@ -124,7 +124,7 @@ def admitted(resolved: Resolved, cache: Any, prompt_len: int, output_len: int) -
     sparse, size = resolved.sparse, resolved.config.cache.block_size
     method = make_method(sparse.method, sparse.knobs, resolved.spec, page_size=size)
     budget = resolve_budget(method, sparse, prompt_len)
-    one = charge(cache, method, prompt_len, output_len, budget)
+    one = charge(cache, method, prompt_len, output_len, budget, digests=sparse.digests)
     page = cache.memory().payload / max(1, cache.total_pages())
     return {
         "requests": fitting(cache, one),

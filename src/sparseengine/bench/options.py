@@ -101,9 +101,11 @@ class Plan:
         from sparseengine.engine.admission import charge, fitting
 
         engine = llm.engine
-        method, budget = engine.intake.methods.resolve(llm.resolved.sparse, length)
+        sparse = llm.resolved.sparse
+        method, budget = engine.intake.methods.resolve(sparse, length)
         cache, instance = engine.scheduler.cache, engine.intake.methods.instances[method]
-        fits = fitting(cache, charge(cache, instance, length, self.output_len, budget))
+        one = charge(cache, instance, length, self.output_len, budget, digests=sparse.digests)
+        fits = fitting(cache, one)
         limit = llm.resolved.config.scheduler.max_num_seqs
         if fits > limit and "max" in self.batches:
             note(f"{method}: {fits} requests would fit, max_num_seqs={limit}; raise --max-num-seqs")

@@ -38,6 +38,7 @@ class RowMasks:
     slots: Index
     rows: Index
     mask: Tensor  # bool [M, L], False past a row's length; host or device
+    lead: Index  # [M] first slots whose keys will be rewritten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,11 +102,12 @@ def collect(group: GroupCache, keeps: Sequence[Keep], slot_of: dict[int, int]) -
     targets = [_target(geo, k) for k in mine]
     count = sum(len(rows) for rows, _ in targets)
     out = torch.zeros((count, length), dtype=torch.bool, device=device)
-    slots, rows, lens = (np.zeros(out.shape[0], np.int64) for _ in range(3))
+    slots, rows, lens, lead = (np.zeros(count, np.int64) for _ in range(4))
     at = 0
     for keep, (span, repeat) in zip(mine, targets, strict=True):
         end = at + len(span)
         slots[at:end], rows[at:end] = slot_of[keep.request], np.arange(span.start, span.stop)
+        lead[at:end] = _lead(group, keep)
         sizes = [m.numel() for m in keep.masks]
         lens[at:end] = sizes * repeat
         if len(set(sizes)) == 1:
@@ -116,7 +118,17 @@ def collect(group: GroupCache, keeps: Sequence[Keep], slot_of: dict[int, int]) -
                 out[at + i, : m.numel()] = m.to(device)
         at = end
     _check_rows(group, slots, rows, lens, {s: r for r, s in slot_of.items()})
-    return RowMasks(slots=slots, rows=rows, mask=out) if length else None
+    return RowMasks(slots=slots, rows=rows, mask=out, lead=lead) if length else None
+
+
+def _lead(group: GroupCache, keep: Keep) -> int:
+    """How many first slots of the rows in this group get other keys."""
+    layers = [i for i in group.geo.group.layers if keep.layer in (None, i)]
+    counts = {keep.keys[i].shape[1] if i in keep.keys else 0 for i in layers}
+    assert len(counts) == 1, (
+        f"keep of request {keep.request}: keys for {sorted(keep.keys)}, layers {layers} share rows"
+    )
+    return int(counts.pop())
 
 
 def _check_rows(
@@ -146,6 +158,10 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
     old = group.rows.lens[masks.slots, masks.rows]
     kept, first = _summary(masks.mask, old)
     changed = np.flatnonzero(kept < old)
+    assert not masks.lead.any() or (masks.lead <= first)[kept < old].all(), (
+        "keys of slots that are not retained"
+    )
+    assert not masks.lead[kept == old].any(), "keys of rows that lose nothing"
     if changed.size == 0:
         return None
     mask = masks.mask
@@ -158,6 +174,8 @@ def draft(group: GroupCache, masks: RowMasks) -> Compaction | None:
     else:  # on a device, finding page-aligned masks would cost another round trip
         spliced, order = np.zeros(changed.size, np.bool_), np.zeros((0, 1), np.int64)
     i, col = _written(group, kept, first, ~spliced)
+    if masks.lead.any():
+        i, col = _with_lead(group, masks.lead[changed], first, ~spliced, i, col)
     tables = group.rows.tables
     page = tables.arena[tables.at(slots[i], rows[i], col)]
     copy = group.pool.must_copy(page)
@@ -215,6 +233,38 @@ def _written(group: GroupCache, kept: Ints, first: Ints, moving: Bools) -> tuple
     i = np.repeat(np.arange(kept.size), count)
     col = np.arange(i.size) - np.repeat(np.cumsum(count) - count - begin, count)
     return i, col
+
+
+def _with_lead(
+    group: GroupCache, lead: Index, first: Ints, moving: Bools, i: Index, col: Index
+) -> tuple[Index, Index]:
+    """The same with the pages whose keys are rewritten, none of them twice."""
+    size = group.geo.page_size
+    count = -(-lead // size)
+    count = np.where(moving, np.minimum(count, first // size), count)
+    j = np.repeat(np.arange(count.size), count)
+    before = np.arange(j.size) - np.repeat(np.cumsum(count) - count, count)
+    return np.concatenate([i, j]), np.concatenate([col, before])
+
+
+def write_keys(group: GroupCache, keeps: Sequence[Keep], slot_of: dict[int, int]) -> None:
+    """Store the keys that keeps bring, once their rows are cut and own their pages."""
+    geo, table = group.geo, group.rows
+    for keep in keeps:
+        layers = [i for i in geo.group.layers if i in keep.keys]
+        if not layers:
+            continue
+        slot, spans = slot_of[keep.request], [geo.layer_rows(i) for i in layers]
+        rows = np.unique(np.concatenate([np.arange(s.start, s.stop) for s in spans]))
+        value = torch.stack([keep.keys[i] for i in layers])  # [n, Hkv, m, D]
+        value = value.reshape(rows.size, geo.units, *value.shape[2:]).transpose(1, 2)
+        at = np.arange(value.shape[1])
+        page, offset = np.divmod(at, geo.page_size)
+        entries = table.tables.at(np.full((rows.size, 1), slot), rows[:, None], page)
+        where = group.upload(table.tables.arena[entries]).long(), group.upload(offset)
+        pool = group.payload[0]
+        pool.transpose(1, 2)[where] = value.to(pool.dtype)  # [R, m, U, D]
+        table.sealed[slot, rows] = 0
 
 
 def carry_out(group: GroupCache, c: Compaction) -> None:

@@ -407,6 +407,7 @@ class PagedCache:
         for g, draft in drafts:
             compact.carry_out(g, draft)
             self._dirty.update(int(s) for s in np.unique(draft.slots))
+            compact.write_keys(g, keeps, self._slot_of)
         for fold in folds:
             fold.write()
 

@@ -127,9 +127,10 @@ class LayerView:
             return pools[0][..., : self.spec.value_dim]
         return pools[0] if name == "keys" else pools[1]
 
-    def gather(self, name: str, chunk: int) -> Tensor:
+    def gather(self, name: str, chunk: int, *, first: int | None = None) -> Tensor:
         table, lens = self._row(chunk)
         longest = max(self.lens(chunk), default=0)
+        longest = longest if first is None else min(longest, first)
         return ops.gather_rows(self._pool(name), table, lens, self.spec.kv_heads, longest)
 
     def scatter(self, name: str, chunk: int, value: Tensor) -> None:

@@ -76,6 +76,7 @@ def detail(row: Mapping[str, Any]) -> str:
     """One method: summary, traits, and what each knob means."""
     lines = [f"{row['name']}: {row['summary']}", ""]
     lines += [f"  {name}: {value}" for name, value in row["traits"].items()]
+    lines += [f"  kv_error: {row['kv_error']}"] if "kv_error" in row else []
     if row["knobs"]:
         lines += ["", table(row["knobs"], ["name", "default", "doc"])]
     if row.get("presets"):

@@ -25,6 +25,10 @@ class Traits:
     reads_tokens: hooks look at `Request.tokens` while decoding, so that a step is booked before the
       next one is planned.
     takes: what `budget` means: tokens retained, tokens read, or nothing.
+    measures: whose attention the method knows, token by token, so that `kv_error` may stand in
+      place of a budget: of the prompt's newest queries ("window", "newest"), of all queries so far,
+      of those expected, of a repetition. None: it ranks tokens by something else, which says
+      nothing about what a cut loses, and `kv_error` is refused.
     kinds: the layer kinds it can act on; layers of other kinds stay dense.
     """
 
@@ -39,6 +43,7 @@ class Traits:
     decode_hooks: bool = False
     reads_tokens: bool = False
     takes: Literal["retained", "read", "none"] = "none"
+    measures: Literal["window", "newest", "all", "expected", "repetition"] | None = None
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL, LayerKind.LATENT})
 
 
@@ -124,10 +129,10 @@ class LayerStep(Protocol):
         """
         ...
 
-    def gather(self, name: str, chunk: int) -> Tensor:
+    def gather(self, name: str, chunk: int, *, first: int | None = None) -> Tensor:
         """A per-slot tensor in row order, [Hkv, Lmax, ...]; "keys", "values" or a SLOT aux name.
 
-        Rows shorter than Lmax hold zeros past their length.
+        Rows shorter than Lmax hold zeros past their length. first: only so many slots of each row.
         """
         ...
 
@@ -205,6 +210,10 @@ class SparseMethod:
     def __init__(self, config: Any, model: ModelSpec) -> None:
         self.config = config
         self.model = model
+
+    def uses(self, hook: str) -> bool:
+        """Whether this instance does anything in a hook, by name; else it is not called."""
+        return getattr(type(self), hook) is not getattr(SparseMethod, hook)
 
     def read(self, vocabulary: Vocabulary) -> None:
         """Host, once, before any request: what words the method needs, of a model that has any."""

@@ -184,8 +184,12 @@ class Keep:
     request: the request's id. layer: None keeps the same tokens in all layers.
     masks: bool [L_g] per row group: one (all heads alike) or kv_heads of them, whose lengths may
       already differ. They may live on the host or on the device.
+    keys: by layer, [Hkv, m, D]: what the stored keys of the first m slots of the layer's rows are
+      to be. Every row named loses something behind those slots; of layers that share rows all are
+      named. Pages that are shared are copied before, and pages of these rows are sealed again.
     """
 
     request: int
     layer: int | None
     masks: tuple[Tensor, ...]
+    keys: Mapping[int, Tensor] = field(default_factory=dict)

@@ -37,20 +37,24 @@ def charge(
     prompt_len: int,
     output_tokens: int,
     budget: int | None,
+    *,
+    digests: bool = False,
 ) -> Charge:
-    """What a request of this shape is charged."""
+    """What a request of this shape is charged; `digests`: if it keeps digests of what it evicts."""
     demand = method.demand(prompt_len, output_tokens, budget)
     positions = prompt_len + output_tokens
     steady = cache.pages_for(demand.steady_tokens, positions=positions, chunk=1)
     positions = max(positions, demand.peak_tokens)  # a replay runs on top of the prompt
-    whole = method.traits.prefill_policy == "long_bs1full_short_batch" or (
-        type(method).replay is not SparseMethod.replay
-    )
+    policy = method.traits.prefill_policy
+    whole = policy == "long_bs1full_short_batch" or method.uses("replay")
     most = cache.pages_for(max(demand), positions=positions, chunk=positions if whole else None)
-    return Charge(most, steady)
+    found = Charge(most, steady)
+    if not digests:
+        return found
+    return _with_digests(found, cache, method, prompt_len, output_tokens, budget)
 
 
-def with_digests(
+def _with_digests(
     found: Charge,
     cache: CacheManager,
     method: SparseMethod,
@@ -61,9 +65,13 @@ def with_digests(
     """The same request when it keeps digests of all that it may evict.
 
     Those of one eviction when the prompt ends take less than it frees, but for a page per row.
+    Without a budget it has an error target, and its prompt is cut once.
     """
     total = prompt_len + output_tokens
-    if budget is None or total <= budget:
+    if budget is None:
+        one = cache.digest_pages(1)
+        return Charge(found.most + one, found.steady + one)
+    if total <= budget:
         return found
     extra = cache.digest_pages(total - budget)
     steady = found.steady + extra
@@ -245,8 +253,7 @@ class Admission:
     def _charge(self, request: Request, output_tokens: int) -> Charge:
         method = self.methods[request.method]
         shape = request.prompt_len, output_tokens, request.budget
-        found = charge(self.cache, method, *shape)
-        return with_digests(found, self.cache, method, *shape) if request.sparse.digests else found
+        return charge(self.cache, method, *shape, digests=request.sparse.digests)
 
     def _output_tokens(self, request: Request) -> int:
         """Output that is paid for in advance."""

@@ -85,7 +85,9 @@ def build_engine(resolved: Resolved) -> Built:
             seed=config.model.seed,
             grammar_timeout_s=config.runtime.grammar_timeout_s,
         ),
-        scheduler=Scheduler(config.scheduler, cache, methods.instances, collector),
+        scheduler=Scheduler(
+            config.scheduler, cache, methods.instances, collector, controller.shrink
+        ),
         runner=runner,
         controller=controller,
         collector=collector,

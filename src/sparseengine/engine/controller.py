@@ -19,11 +19,7 @@ from sparseengine.core.view import BlockMask, Keep, Selection
 from sparseengine.engine.digests import DigestReader
 from sparseengine.engine.faults import attempt, blame
 from sparseengine.engine.record import Recorder, SparseOutput
-from sparseengine.errors import UnsupportedError
-
-
-def _overrides(method: SparseMethod, hook: str) -> bool:
-    return getattr(type(method), hook) is not getattr(SparseMethod, hook)
+from sparseengine.errors import CapacityError, UnsupportedError
 
 
 @dataclass(slots=True)
@@ -101,7 +97,14 @@ class Controller:
     def add_digests(self, at: LayerStep, out: Tensor) -> Tensor:
         """Let decodes attend to the digests that their requests keep."""
         self._split(at.plan)
-        return self.digests.read(at, out, self._digesting) if self._digesting else out
+        if not self._digesting:
+            return out
+        if self.recorder.is_recording(at.plan):
+            for chunk in (at.plan.chunks[i] for i in self._digesting):
+                segment = self.cache.digests(chunk.request.id, at.layer)
+                if segment is not None:
+                    self.recorder.on_digests(at, chunk, segment.lens[0].tolist())
+        return self.digests.read(at, out, self._digesting)
 
     def observe(self, at: LayerStep) -> None:
         for part in self._acting(at, "observe"):
@@ -114,7 +117,7 @@ class Controller:
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """A step of decodes ran as a captured graph; lens: the longest row of each chunk."""
         for part in self._split(plan):
-            if _overrides(part.method, "replayed"):
+            if part.method.uses("replayed"):
                 chosen = [lens[i] for i in part.chunks]
                 try:
                     part.method.replayed(_subplan(plan, part.chunks), chosen)
@@ -142,15 +145,16 @@ class Controller:
         self.recorder.on_stored(plan)
         keeps: list[Keep] = []
         for part in self._split(plan):
-            if _overrides(part.method, "weigh"):
-                layers = partial(self._stored, part)
-                part.method.weigh(_subplan(plan, part.chunks), layers)
-            if _overrides(part.method, "evict"):
-                try:
-                    keeps.extend(part.method.evict(_subplan(plan, part.chunks)))
-                except Exception as error:
-                    _blame(error, plan, part.chunks)
-                    raise
+            own = _subplan(plan, part.chunks)
+            try:
+                if part.method.uses("weigh"):
+                    part.method.weigh(own, partial(self._stored, part))
+                if part.method.uses("evict"):
+                    keeps.extend(part.method.evict(own))
+            except Exception as error:
+                _blame(error, plan, part.chunks)
+                raise
+        self.recorder.on_cuts_by_error(plan, keeps)
         self._apply(keeps)
         self._seal(plan)
         self.recorder.on_step_end(plan)
@@ -161,6 +165,26 @@ class Controller:
         for layer, spec in enumerate(self.model.layers):
             if spec.kind in part.method.traits.kinds and spec.kind is not LayerKind.RECURRENT:
                 yield self._narrow(self.cache.stored_step(layer), part.chunks)
+
+    def shrink(self, request: Request) -> bool:
+        """Under memory pressure: let the method retain half of what a decoding request's rows hold.
+
+        Between steps. False, and nothing has changed, if it cannot.
+        """
+        method = self.methods[request.method]
+        chunk = Chunk(request, (), request.computed, Purpose.DECODE, False)
+        self.cache.reserve(StepPlan((chunk,)))  # no tokens: a look at the rows as they are
+        kinds = method.traits.kinds
+        layers = [i for i in self.model.kv_layers if self.model.layers[i].kind in kinds]
+        rows = [self.cache.stored_step(layer) for layer in layers]
+        lens = [n for layer in layers for n in self.cache.lens(request.id, layer)]
+        target = sum(lens) // max(1, len(lens)) // 2
+        keeps = method.shrink(request, target, rows) if target else ()
+        try:
+            self.retain(keeps)
+        except CapacityError:  # rows that share pages would need their own first
+            return False
+        return bool(keeps)
 
     def retain(self, keeps: Sequence[Keep]) -> None:
         """Apply retain decisions between steps (memory pressure): summaries follow at once."""
@@ -179,6 +203,9 @@ class Controller:
         if request.sparse.dropped_mass:
             out = out or self.recorder.blank(request)
             out.dropped_mass = self.digests.result(request)
+        if request.sparse.kv_error is not None:
+            out = out or self.recorder.blank(request)
+            out.found_budget = self.recorder.found_budget(request.id)
         return out
 
     def _apply(self, keeps: Sequence[Keep]) -> None:
@@ -212,7 +239,7 @@ class Controller:
     def _acting(self, at: LayerStep, hook: str) -> Iterator[_Part]:
         """Parts whose method overrides the hook and acts on layers of this kind."""
         for part in self._split(at.plan):
-            if _overrides(part.method, hook) and at.spec.kind in part.method.traits.kinds:
+            if part.method.uses(hook) and at.spec.kind in part.method.traits.kinds:
                 yield part
 
     @staticmethod

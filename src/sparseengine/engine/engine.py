@@ -228,6 +228,7 @@ class Engine:
             "prompt_tokens": counters["prompt_tokens"],
             "generation_tokens": counters["generation_tokens"],
             "num_preemptions": counters["preemptions"],
+            "num_shrinks": self.scheduler.num_shrinks,
             "num_steps": self.num_steps,
             **self.stats.values(),
         }

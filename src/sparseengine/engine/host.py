@@ -249,8 +249,13 @@ class EngineHost:
 
 
 def _read_share(ticket: Ticket) -> float:
-    """How much of its rows a decode reads, by length and budget: device code decides the rest."""
+    """How much of its rows a decode reads, by length and budget: device code decides the rest.
+
+    One that weighs digests reads the keys, half of a row, a second time.
+    """
     budget = ticket.request.budget
+    if ticket.request.sparse.digests:
+        return 1.5
     if budget is None or ticket.method.traits.takes != "read":
         return 1.0
     return min(1.0, budget / max(1, ticket.request.computed))

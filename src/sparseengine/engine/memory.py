@@ -23,13 +23,17 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """How many requests of one shape and method run at once."""
+    """How many requests of one shape and method run at once.
+
+    digests: each of them keeps digests of what it evicts, and is charged for them.
+    """
 
     method: str
     budget_tokens: int | None
     peak_tokens: int
     steady_tokens: int
     requests: int
+    digests: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +82,8 @@ class MemoryTable:
         )
         for fit in self.fits:
             budget = "" if fit.budget_tokens is None else f", budget {fit.budget_tokens:,}"
-            lines.append(f"    {fit.requests:>6,}  {fit.method}{budget}")
+            kept = ", with digests" if fit.digests else ""
+            lines.append(f"    {fit.requests:>6,}  {fit.method}{budget}{kept}")
         return "\n".join(["memory", *lines])
 
 
@@ -167,7 +172,15 @@ def memory_table(
         prompt_tokens=prompt_tokens,
         output_tokens=output_tokens,
         fits=tuple(
-            _fit(cache, label, method, prompt_tokens, output_tokens, budgets[label])
+            _fit(
+                cache,
+                label,
+                method,
+                prompt_tokens,
+                output_tokens,
+                budgets[label],
+                digests=resolved.sparse.digests and label == resolved.methods[0],
+            )
             for label, method in methods.items()
         ),
     )
@@ -180,12 +193,16 @@ def _fit(
     prompt_tokens: int,
     output_tokens: int,
     budget: int | None,
+    *,
+    digests: bool = False,
 ) -> Fit:
     demand = method.demand(prompt_tokens, output_tokens, budget)
+    one = charge(cache, method, prompt_tokens, output_tokens, budget, digests=digests)
     return Fit(
         method=label,
         budget_tokens=budget,
         peak_tokens=demand.peak_tokens,
         steady_tokens=demand.steady_tokens,
-        requests=fitting(cache, charge(cache, method, prompt_tokens, output_tokens, budget)),
+        requests=fitting(cache, one),
+        digests=digests,
     )

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import LayerStep
@@ -35,7 +37,8 @@ class Retained:
 class Read:
     """What one decode step read: positions[layer][kv_head] of layers with a selection only.
 
-    bytes_read counts K, V and the page summaries that the selection was made from.
+    bytes_read counts K, V and the page summaries that the selection was made from; digests of what
+    was evicted, and the keys that are read again to weigh them, too.
     """
 
     position: int
@@ -53,6 +56,8 @@ class SparseOutput:
     that was read, over layers and prompt chunks with a pattern; None: there was none.
     `dropped_mass`: one estimate per decode step, of requests that ask for it. Those that ask for
     nothing else have neither `retained` nor `reads`.
+    `found_budget`: of requests with `kv_error`, what it came to: mean tokens that a row of the
+    layers acted on held when the prompt had been cut; None: it has not been.
     `dense_bytes`: what dense storage of the same tokens would hold. `windows`: tokens that layers
     with a window hold at most, by layer. `truncated`: `retained` and `reads` end early, at
     `MAX_POSITIONS`; the numbers beside them go on.
@@ -67,6 +72,7 @@ class SparseOutput:
     prefill: str = DENSE_PREFILL
     prefill_density: float | None = None
     dropped_mass: list[DroppedMass] | None = None
+    found_budget: float | None = None
     dense_bytes: int = 0
     windows: dict[int, int] = field(default_factory=dict)
     truncated: bool = False
@@ -145,6 +151,9 @@ class Recorder:
         self._token_bytes = token_bytes(model)
         self.max_positions = MAX_POSITIONS
         self._entries: dict[int, _Entry] = {}
+        # by request and layer: tokens that the cut's masks retain, and how many masks there are
+        self._found: dict[int, dict[int, tuple[Tensor, int]]] = {}
+        self._budgets: dict[int, float] = {}  # by request: the mean of these, on the host
 
     def is_recording(self, plan: StepPlan) -> bool:
         return any(c.request.sparse.record for c in plan.chunks)
@@ -172,6 +181,16 @@ class Recorder:
                 # what was read was chosen by the summaries of all pages
                 pages = sum(-(-len(r) // at.page_size) for r in rows)
                 entry.bytes_read += pages * at.page_aux_bytes
+
+    def on_digests(self, at: LayerStep, chunk: Chunk, rows: Sequence[int]) -> None:
+        """A decode also read its digest rows, of so many entries, and the kept keys once more."""
+        if not chunk.request.sparse.record:
+            return
+        entry = self._entry(chunk.request)
+        held = sum(len(r) for r in self._rows_now(entry, at.layer, at.spec, chunk))
+        heads = at.spec.kv_heads // len(rows)
+        entry.bytes_read += sum(rows) * heads * _token_bytes(at)
+        entry.bytes_read += held * at.spec.stored_dims[0] * at.k.element_size()
 
     def on_masks(self, at: LayerStep, masks: Mapping[int, BlockMask]) -> None:
         """What prompt chunks read at a layer."""
@@ -205,6 +224,30 @@ class Recorder:
             if is_decode and entry.has_room(entry.reading, self.max_positions):
                 entry.out.reads.append(Read(chunk.start, entry.reading, entry.bytes_read))
             entry.reading, entry.bytes_read = {}, 0
+
+    def on_cuts_by_error(self, plan: StepPlan, keeps: Sequence[Keep]) -> None:
+        """What was found for prompts that end here, on the device; the last cut of each counts."""
+        prompts = {
+            c.request.id
+            for c in plan.chunks
+            if c.request.sparse.kv_error is not None and c.purpose is not Purpose.DECODE
+        }
+        for keep in keeps if prompts else ():
+            if keep.request in prompts and keep.layer is not None:
+                total = torch.stack([m.sum() for m in keep.masks]).sum()
+                found = self._found.setdefault(keep.request, {})
+                found[keep.layer] = (total, len(keep.masks))
+
+    def found_budget(self, request_id: int) -> float | None:
+        """Mean over all rows that a cut by an error has left; waits for the device once."""
+        found = self._found.pop(request_id, None)
+        if found:
+            totals = torch.stack([total for total, _ in found.values()]).tolist()
+            heads = [self._model.layers[layer].kv_heads for layer in found]
+            masks = [count for _, count in found.values()]
+            tokens = sum(t * h // m for t, h, m in zip(totals, heads, masks, strict=True))
+            self._budgets[request_id] = tokens / sum(heads)
+        return self._budgets.get(request_id)
 
     def on_keeps(self, keeps: Sequence[Keep]) -> None:
         """Retain decisions, before the cache applies them."""
@@ -249,6 +292,9 @@ class Recorder:
 
     def fork(self, source: Request, request: Request) -> None:
         """An n > 1 sibling starts from its parent's rows and history."""
+        budget = self.found_budget(source.id)
+        if budget is not None:
+            self._budgets[request.id] = budget
         parent = self._entries.get(source.id)
         if parent is not None and request.sparse.record:
             entry = self._entry(request)
@@ -262,6 +308,8 @@ class Recorder:
     def forget(self, request_id: int) -> None:
         """Preempted, aborted or taken: a resumed request is recorded anew."""
         self._entries.pop(request_id, None)
+        self._found.pop(request_id, None)
+        self._budgets.pop(request_id, None)
 
     def result(self, request_id: int) -> SparseOutput | None:
         entry = self._entries.get(request_id)

@@ -13,7 +13,7 @@ and the oldest waiting request until its pages are free.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from sparseengine.config import SchedulerConfig
@@ -52,7 +52,10 @@ def _order(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owns the requests: waiting ones in order of arrival, admitted ones with their tickets."""
+    """Owns the requests: waiting ones in order of arrival, admitted ones with their tickets.
+
+    shrink: makes a decoding request smaller, if its method can; `Controller.shrink`.
+    """
 
     def __init__(
         self,
@@ -60,8 +63,10 @@ class Scheduler:
         cache: CacheManager,
         methods: Mapping[str, SparseMethod],
         sink: Sink,
+        shrink: Callable[[Request], bool] = lambda request: False,
     ) -> None:
         self.config = config
+        self.shrink = shrink
         self.cache = cache
         self.methods = methods
         self.sink = sink
@@ -69,7 +74,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.siblings: dict[int, list[Request]] = {}
         self.running: dict[int, Ticket] = {}
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_shrinks = 0
         self.quarantine = Quarantine()
         self._in_flight: list[set[int]] = []  # ids of plans that are not booked yet
         self._stall_steps = 0
@@ -235,6 +240,8 @@ class Scheduler:
 
     def _make_room(self, error: CapacityError, preempted: list[int]) -> None:
         """Preempt the newest request; one that is alone and still lacks pages cannot be served."""
+        if self.config.under_pressure == "shrink" and self._shrink_one():
+            return
         newest = max(self.running.values(), key=lambda t: _order(t.request))
         if len(self.running) == 1:
             message = f"{error}; its method asked for less memory than it uses"
@@ -242,6 +249,22 @@ class Scheduler:
             return
         preempted.append(newest.request.id)
         self._preempt(newest)
+
+    def _shrink_one(self) -> bool:
+        """Let the request that holds most of those that decode retain less; False if none can."""
+        decoding = [t.request for t in self.running.values() if t.decodes]
+        decoding.sort(key=lambda r: (-self.cache.usage(r.id).pages, _order(r)))
+        for request in decoding:
+            free = self.cache.free_pages()
+            try:
+                self.shrink(request)
+            except Exception as error:
+                blame(error, (request.id,))
+                raise
+            if self.cache.free_pages() > free:
+                self.num_shrinks += 1
+                return True
+        return False
 
     def _preempt(self, ticket: Ticket) -> None:
         request = ticket.request

@@ -10,6 +10,9 @@ ends the prefill is left out, since most methods have done nothing by then.
     top-1   part of the places where both have the same likeliest token
     ppl     exp of the mean negative log-probability of the text's own next tokens
 
+    dropped mean over the places of the attention that evicted tokens would have had, as their
+            digests estimate it; of methods that are given {"dropped_mass": true}
+
 KL and top-1 say what a method changes, perplexity whether it hurts. The default text is the
 reference documentation that Python brings along (its checksum is in the output); --text FILE takes
 another. Bytes are measured on the first text, as by `eval needle`.
@@ -41,12 +44,13 @@ from sparseengine.evals.options import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sparseengine.engine.record import SparseOutput
     from sparseengine.llm import LLM
 
 FOOTNOTE = (
     "KL in nats from dense, mean and 99th percentile; top-1: same likeliest token as dense; "
     "resident and read/step: MiB of KV, prefill: part of its block pairs that a pattern read, "
-    "measured on the first text"
+    "measured on the first text; dropped: estimated attention to evicted tokens, where asked for"
 )
 
 
@@ -164,7 +168,9 @@ def run_case(
     from sparseengine.evals.forced import compare, forced_logits, summary
 
     sparse = [case.params(record=i == 0) for i in range(len(pieces))]
-    logits, seen = forced_logits(llm, pieces, prompt_len, sparse)
+    logits, records = forced_logits(llm, pieces, prompt_len, sparse)
+    seen = records[0]
+    assert seen is not None, "the first piece is recorded"
     places = [
         compare(p, q, piece[prompt_len + 1 :])
         for p, q, piece in zip(dense or logits, logits, pieces, strict=True)
@@ -174,14 +180,21 @@ def run_case(
     row = {
         **key_of(case),
         "prompt_tokens": prompt_len,
-        "budget_tokens": seen.budget,
+        "budget_tokens": seen.budget if seen.found_budget is None else seen.found_budget,
         **summary(places),
         "stored_tokens": len(pieces[0]) - 1,
         "resident_bytes": seen.resident_bytes,
         "bytes_read_per_step": sum(reads) / len(reads),
         "prefill_density": seen.prefill_density,
+        "dropped_mass": dropped_mass(records),
     }
     return row, samples, logits
+
+
+def dropped_mass(records: Sequence[SparseOutput | None]) -> float | None:
+    """Mean over the decode steps of all texts; None where nobody asked for it."""
+    steps = [s.mean for r in records if r is not None for s in r.dropped_mass or ()]
+    return sum(steps) / len(steps) if steps else None
 
 
 def shown(row: dict[str, Any]) -> dict[str, Any]:
@@ -198,6 +211,7 @@ def shown(row: dict[str, Any]) -> dict[str, Any]:
         "resident": mib(row["resident_bytes"]),
         "read/step": mib(row["bytes_read_per_step"]),
         "prefill": row["prefill_density"],
+        "dropped": row.get("dropped_mass"),
     }
 
 

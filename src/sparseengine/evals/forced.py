@@ -46,9 +46,6 @@ class ForcedSampler(Sampler):
     def draws(self, requests: Sequence[Request]) -> Draws | None:
         return None  # captured steps would give tokens without their logits
 
-    def needs_last(self, request: Request) -> bool:
-        return True  # so that no step runs ahead with a token that is about to be replaced
-
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         self._rows = logits
         return super().draw(logits, requests)
@@ -77,10 +74,13 @@ class ForcedSampler(Sampler):
 def drive(
     llm: LLM, sampler: ForcedSampler, submissions: Sequence[Submission]
 ) -> list[RequestOutput]:
-    """Run prepared prompts to their end with this sampler; the engine gets its own back."""
+    """Run prepared prompts to their end with this sampler; the engine gets its own back.
+
+    One step at a time: tokens are replaced on the host before the next step can have them.
+    """
     engine = llm.engine
-    before = engine.runner.sampler
-    engine.runner.sampler = sampler
+    before = engine.runner.sampler, engine.overlap
+    engine.runner.sampler, engine.overlap = sampler, False
     outputs: dict[str, RequestOutput] = {}
     try:
         for submission in submissions:
@@ -91,17 +91,17 @@ def drive(
         for submission in submissions:
             engine.abort(submission.request_id)
         engine.discard()
-        engine.runner.sampler = before
+        engine.runner.sampler, engine.overlap = before
     return [outputs[s.request_id] for s in submissions]
 
 
 def forced_logits(
     llm: LLM, pieces: Sequence[Sequence[int]], prompt_len: int, sparse: Sequence[SparseParams]
-) -> tuple[list[Tensor], SparseOutput]:
+) -> tuple[list[Tensor], list[SparseOutput | None]]:
     """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
 
     Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
-    the first piece, whose `sparse` must ask for it.
+    each piece whose `sparse` asks for something.
     """
     engine, sampler = llm.engine, ForcedSampler()
     submissions = []
@@ -118,13 +118,12 @@ def forced_logits(
             )
         sampler.force(submission.requests[0], after, keep_logits=True)
         submissions.append(submission)
-    first = [output.outputs[0] for output in drive(llm, sampler, submissions)]
-    for completion in first:
+    completions = [output.outputs[0] for output in drive(llm, sampler, submissions)]
+    for completion in completions:
         if completion.finish_reason != "length":
             raise SparseEngineError(f"a forced run ended early: {completion.stop_reason}")
-    seen = first[0].sparse
-    assert seen is not None
-    return [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions], seen
+    logits = [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions]
+    return logits, [completion.sparse for completion in completions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

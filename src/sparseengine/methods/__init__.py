@@ -41,6 +41,15 @@ METHODS = Registry(
 
 RUNS = "runs"
 
+MEASURES: Mapping[str | None, str] = {
+    "window": "attention of the prompt's newest queries",
+    "newest": "attention of the newest query",
+    "all": "attention of all queries so far",
+    "expected": "attention expected of queries yet to come",
+    "repetition": "attention of a repetition of the prompt",
+    None: "refused: it ranks tokens and measures no attention",
+}
+
 
 def make_method(
     name: str, knobs: Mapping[str, Any], model: ModelSpec, *, page_size: int = 16
@@ -81,8 +90,8 @@ def resolve_budget(
     """Tokens per row for a prompt: the budget, else max(1, int(ratio * prompt_len)).
 
     A request that gives neither gets the method's default, or with an error target, whose ceiling
-    the budget is, the whole prompt. None for methods that take no budget;
-    giving them one raises `RequestError`.
+    the budget is, None: no ceiling. None for methods that take no budget; giving them one raises
+    `RequestError`.
     """
     name = method_class.name
     for field_name in ("dropped_mass", "compensate"):
@@ -91,11 +100,12 @@ def resolve_budget(
                 f"{field_name}=True is not allowed with method {name!r}, which evicts nothing; "
                 "leave it out or name a method that evicts"
             )
-    if sparse.kv_error is not None and not getattr(method_class, "targets_error", False):
-        able = [n for n in METHODS if getattr(METHODS.get(n), "targets_error", False)]
+    if sparse.kv_error is not None and method_class.traits.measures is None:
+        able = [n for n in METHODS if METHODS.get(n).traits.measures is not None]
         raise RequestError(
-            f"kv_error={sparse.kv_error} is not possible with method {name!r}, which does not "
-            f"measure attention; give a budget or ratio, or name one of {', '.join(able)}"
+            f"kv_error={sparse.kv_error} is not possible with method {name!r} "
+            f"({error_target(method_class.traits)}); give a budget or ratio, or name one of "
+            f"{', '.join(able)}"
         )
     if method_class.traits.takes == "none":
         for field_name in ("budget", "ratio"):
@@ -110,7 +120,7 @@ def resolve_budget(
         return sparse.budget
     ratio = sparse.ratio
     if ratio is None and sparse.kv_error is not None:
-        return prompt_len
+        return None
     if ratio is None:
         budget: int | None = getattr(method_class, "default_budget", None)
         ratio = getattr(method_class, "default_ratio", None)
@@ -181,7 +191,8 @@ def describe_methods() -> list[dict[str, Any]]:
     """Every registered method as JSON-ready data, from code alone.
 
     Keys: name, aliases, summary, family, takes, default (what a request gets that gives no budget),
-    traits, knobs (name, type, default, doc, allowed), presets (name -> knob values).
+    traits, kv_error (the attention of which it is a part, or why it is refused), knobs (name, type,
+    default, doc, allowed), presets (name -> knob values).
     """
     return [_describe(name) for name in METHODS]
 
@@ -205,9 +216,17 @@ def _describe(name: str) -> dict[str, Any]:
         "takes": method_class.traits.takes,
         "default": default,
         "traits": traits,
+        "kv_error": error_target(method_class.traits),
         "knobs": method_class.config_class.describe(),
         "presets": {k: dict(v) for k, v in sorted(method_class.config_class.presets.items())},
     }
+
+
+def error_target(traits: Traits) -> str:
+    """The attention of which `kv_error` is a part with such a method, or why it is refused."""
+    if traits.family != "eviction":
+        return "refused: it evicts nothing"
+    return MEASURES[traits.measures]
 
 
 def _plain(value: Any) -> Any:

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
-import numpy as np
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
-from sparseengine.cache.tensors import upload
-from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Chunk, StepPlan
-from sparseengine.core.specs import AuxSpec, LayerKind, ModelSpec
-from sparseengine.core.view import Keep
+from sparseengine.core.method import Traits
+from sparseengine.core.specs import LayerKind, ModelSpec
 from sparseengine.errors import RequestError
 from sparseengine.methods import METHODS
-from sparseengine.methods.allocate import share_tokens
-from sparseengine.methods.budgets import largest_remainder, protect, top_mask
-from sparseengine.methods.families import EvictionMethod, _expand, _Pending
+from sparseengine.methods.allocate import Allocation
+from sparseengine.methods.compose import Wrapper
+from sparseengine.methods.families import EvictionMethod
 from sparseengine.methods.knobs import MethodConfig, knob, unknown_preset
 
 
@@ -78,16 +70,20 @@ class AdaKVConfig(MethodConfig):
         return cls(**own, scorer_config=inner)
 
 
-class AdaKV(EvictionMethod):
+class AdaKV(Wrapper):
     """Shares a layer's budget (kv_heads * budget tokens) out over its KV heads by score.
 
-    arXiv:2407.11550, in kvpress' form by default; wraps any eviction method that scores. The total
+    arXiv:2407.11550, in kvpress' form by default; wraps any eviction method that scores, which goes
+    on doing all it does by itself: runs of its own, evictions while decoding, sentences. The total
     is exact, so the mean row has `budget` tokens; rows of a layer differ in length. With
     scope="model" the heads of all layers share one threshold (of those that store the same
-    dimensions), and layers differ, too. Deviations:
-    largest remainders in the `share` form (the authors' rounding misses the total); ties go to the
-    smaller position, then to the smaller head. Tensor parallelism would need the scores of all
-    heads of a layer. `query_aware` is stated for the default scorer.
+    dimensions), and layers differ, too; latent layers, of one row each, then take part. Over
+    `pyramidkv` a layer shares what the pyramid gives it, which is the paper's Ada-PyramidKV. The
+    same sharing is a stage of every scored eviction: `allocate="adakv"`.
+
+    Deviations: largest remainders in the `share` form (the authors' rounding misses the total);
+    ties go to the smaller position, then to the smaller head. Tensor parallelism would need the
+    scores of all heads of a layer. `query_aware` and `measures` are stated for the default scorer.
     """
 
     name = "adakv"
@@ -98,94 +94,41 @@ class AdaKV(EvictionMethod):
         takes="retained",
         query_aware=True,
         tp="reduce",
+        measures="window",
         kinds=frozenset({LayerKind.FULL}),
     )
+    default_budget: ClassVar[int | None] = None
+    default_ratio: ClassVar[float | None] = EvictionMethod.default_ratio
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
-        scorer = _scorer_class(config.scorer)
-        inner = config.scorer_config or scorer.config_class()
-        self.scorer: EvictionMethod = scorer(inner, model)
-        super().__init__(config, model)
-
-    def dense_layers(self) -> frozenset[int]:
-        return self.scorer.dense_layers()
-
-    def aux(self) -> tuple[AuxSpec, ...]:
-        return self.scorer.aux()
-
-    def prefill_block(self) -> int | None:
-        return self.scorer.prefill_block()
-
-    def target(self, chunk: Chunk, budget: int) -> int:
-        return self.scorer.target(chunk, budget)
-
-    def can_rescore(self) -> bool:
-        return self.scorer.can_rescore()
-
-    def protected(self, budget: int) -> tuple[int, int]:
-        return self.scorer.protected(budget)
-
-    def slack(self) -> int:
-        return self.page_size - 1
-
-    def watch(self, at: LayerStep, chunk: int) -> None:
-        self.scorer.watch(at, chunk)
-
-    def score(self, at: LayerStep, chunk: int) -> Tensor:
-        return self.scorer.score(at, chunk).expand(at.spec.kv_heads, -1)
-
-    def evict(self, plan: StepPlan) -> Sequence[Keep]:
-        if self.config.scope == "layer":
-            return super().evict(plan)
-        keeps: list[Keep] = []
-        for chunk in plan.chunks:
-            alike: dict[object, list[tuple[int, _Pending]]] = {}
-            for layer, found in self._pending.pop(chunk.request.id, {}).items():
-                dims = self.model.layers[layer].stored_dims
-                alike.setdefault((found.scores.shape[0], dims), []).append((layer, found))
-            for items in alike.values():
-                keeps.extend(self._over_layers(chunk.request.id, items))
-        return keeps
-
-    def _over_layers(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
-        """All heads of some layers as if they were those of one; rows may differ in length."""
-        heads = items[0][1].scores.shape[0]
-        longest = max(found.scores.shape[1] for _, found in items)
-        scores = [pad(f.scores, (0, longest - f.scores.shape[1])) for _, f in items]
-        lens = [n for _, f in items for n in _expand(f.lens, heads)]
-        lengths = upload(np.array([lens], np.int64), scores[0].device)
-        (mask,) = self.retain(torch.cat(scores)[None], lengths, items[0][1].budget)
-        return [
-            Keep(
-                request,
-                layer,
-                tuple(mask[r, : lens[r]] for r in range(i * heads, i * heads + heads)),
+        found = _scorer_class(config.scorer)
+        scorer = found(config.scorer_config or found.config_class(), model)
+        allocation = Allocation(
+            kind="adakv", scope=config.scope, floor=config.alpha, parts=config.form == "share"
+        )
+        reason = scorer.why_not(allocation)
+        if reason is not None:
+            raise RequestError(
+                f"adakv: scorer={config.scorer!r} with scope={config.scope!r} is not possible: "
+                f"{reason}"
             )
-            for i, (layer, _) in enumerate(items)
-        ]
+        scorer.allocation = allocation
+        kinds = self.traits.kinds
+        if config.scope == "model":  # one row per layer suffices to share
+            kinds = kinds | {LayerKind.LATENT}
+        scorer.act_on(kinds)
+        super().__init__(config, scorer)
+        self.scorer = scorer
+        traits = replace(scorer.traits, tp="reduce", kinds=kinds & scorer.traits.kinds)
+        self.adopt(traits=traits, layers=scorer.layers)
 
-    def retain(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
-        """fp32 [N, H, L], int64 [N, H] -> bool [N, H, L]; min(H * budget, all) are kept."""
-        shielded = protect(scores, lens, *self.protected(budget))
-        if self.config.form == "share":
-            return self._share(shielded, lens, budget)
-        return share_tokens(shielded, lens, budget, self.config.alpha)
+    @property
+    def page_size(self) -> int:
+        return self.scorer.page_size
 
-    def _share(self, scores: Tensor, lens: Tensor, budget: int) -> Tensor:
-        """Head budgets from each head's part of the layer's best, then the head's own best."""
-        heads = scores.shape[1]
-        free = scores.masked_fill(scores == float("inf"), float("-inf"))  # protected ones are apart
-        forced = (scores == float("inf")).sum(2)  # [N, H]
-        room = max(0, budget - int(forced.max()))
-        best = top_mask(free.mT.flatten(1), heads * room)
-        parts = best.view(len(best), -1, heads).sum(1)  # [N, H]
-        alpha = self.config.alpha
-        counts = [
-            largest_remainder([(1 - alpha) * n + alpha * room for n in row], heads * room)
-            for row in parts.tolist()
-        ]
-        extra = torch.tensor(counts, dtype=torch.int64, device=scores.device)
-        return top_mask(scores, torch.minimum(forced + extra, lens))
+    @page_size.setter
+    def page_size(self, slots: int) -> None:
+        self.scorer.page_size = slots
 
 
 def _scorer_class(name: object) -> type[EvictionMethod]:
@@ -194,6 +137,6 @@ def _scorer_class(name: object) -> type[EvictionMethod]:
     if not isinstance(name, str) or name not in METHODS:
         raise RequestError(f"adakv: scorer={name!r} is not allowed; it must be {known}")
     found: type[EvictionMethod] = METHODS.get(name)
-    if not issubclass(found, EvictionMethod) or issubclass(found, AdaKV):
+    if not issubclass(found, EvictionMethod):
         raise RequestError(f"adakv: scorer={name!r} does not score tokens; it must be {known}")
     return found

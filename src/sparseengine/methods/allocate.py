@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparseengine.methods.budgets import exact_pyramid, protect, top_mask
+from sparseengine.methods.budgets import (
+    exact_pyramid,
+    largest_remainder,
+    protect,
+    split_protected,
+    top_mask,
+)
 
 KINDS = ("uniform", "pyramid", "adakv", "page_quanta")
 SCOPES = ("layer", "model")
@@ -28,12 +34,15 @@ class Allocation:
     ceil(budget / page) pages stay, so that no slot of a page is wasted.
 
     scope: the rows that share: those of one layer, or of all layers that store equal sizes. Scores
-    of several layers compare if they are attention, less so if they are norms.
+    of several layers compare if they are attention, less so if they are norms. parts: with adakv in
+    a layer, a row's budget is (1 - floor) * its part of the layer's best + floor * budget instead
+    (the authors' form).
     """
 
     kind: str
     scope: str = "layer"
     floor: float = FLOOR
+    parts: bool = False
 
     @property
     def shares(self) -> bool:
@@ -59,7 +68,7 @@ class Allocation:
 
         rows: per acting layer. again: rows are cut repeatedly, so that pages may be partly filled.
         """
-        budget = max(budgets, default=0)
+        budget = -(-sum(r * b for r, b in zip(rows, budgets, strict=True)) // max(1, sum(rows)))
         if self.kind == "pyramid":
             pages = sum(
                 r * -(-(b + grown) // page_size) for r, b in zip(rows, budgets, strict=True)
@@ -84,14 +93,27 @@ class Allocation:
         shielded = protect(scores, lens, *protected)
         budget, shape = max(budgets), shielded.shape
         if not self.shares:
-            own = torch.tensor(budgets, device=lens.device)[:, None]
-            return top_mask(shielded, torch.minimum(lens, own), budget)
+            most = torch.tensor(budgets, device=lens.device)[:, None]
+            return top_mask(shielded, torch.minimum(lens, most), budget)
         if self.scope == "model":
             shielded, lens = shielded.flatten(0, 1)[None], lens.flatten()[None]
+        elif len(set(budgets)) > 1:  # layer by layer, a small one protecting less
+            each = zip(torch.split(scores, 1), torch.split(lens, 1), budgets, strict=True)
+            return torch.cat(
+                [
+                    self.retain(s, n, (b,), split_protected(b, *protected), page_size)
+                    for s, n, b in each
+                ]
+            )
+        return self._shared(shielded, lens, budget, page_size).view(shape)
+
+    def _shared(self, shielded: Tensor, lens: Tensor, budget: int, page_size: int) -> Tensor:
+        """Rows of each N share: fp32 [N, R, L], int64 [N, R] -> bool [N, R, L]."""
         if self.kind == "adakv":
-            return share_tokens(shielded, lens, budget, self.floor).view(shape)
+            share = share_parts if self.parts else share_tokens
+            return share(shielded, lens, budget, self.floor)
         pages = -(-budget // page_size)
-        return share_pages(shielded, lens, pages, page_size).view(shape)
+        return share_pages(shielded, lens, pages, page_size)
 
 
 def share_tokens(shielded: Tensor, lens: Tensor, budget: int, floor: float) -> Tensor:
@@ -105,6 +127,25 @@ def share_tokens(shielded: Tensor, lens: Tensor, budget: int, floor: float) -> T
     flat = torch.where(safe, float("inf"), shielded).mT.flatten(1)  # [N, L * R]
     best = top_mask(flat, lens.sum(1).clamp(max=rows * budget), rows * budget)
     return best.view(len(best), -1, rows).mT
+
+
+def share_parts(shielded: Tensor, lens: Tensor, budget: int, floor: float) -> Tensor:
+    """Row budgets from each row's part of the best R * budget, then the row's own best.
+
+    fp32 [N, R, L], int64 [N, R] -> bool [N, R, L]; shielded: what `protect` returns.
+    """
+    rows = shielded.shape[1]
+    free = shielded.masked_fill(shielded == float("inf"), float("-inf"))  # protected ones are apart
+    forced = (shielded == float("inf")).sum(2)  # [N, R]
+    room = max(0, budget - int(forced.max()))
+    best = top_mask(free.mT.flatten(1), rows * room)
+    parts = best.view(len(best), -1, rows).sum(1)  # [N, R]
+    counts = [
+        largest_remainder([(1 - floor) * n + floor * room for n in row], rows * room)
+        for row in parts.tolist()
+    ]
+    extra = torch.tensor(counts, dtype=torch.int64, device=shielded.device)
+    return top_mask(shielded, torch.minimum(forced + extra, lens))
 
 
 def share_pages(shielded: Tensor, lens: Tensor, pages: int, page_size: int) -> Tensor:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-_MARGIN = 1 - 1e-4  # of an error target: fp32 softmaxes are that exact
+MARGIN = 1 - 1e-4  # of an error target: fp32 softmaxes are that exact
 
 
 def top_mask(scores: Tensor, count: int | Tensor, most: int | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def tokens_for_error(scores: Tensor, masses: Tensor, error: float, page_size: in
     order = scores.argsort(dim=-1, descending=True, stable=True)
     ranked = masses.double().gather(-1, order)
     left = ranked.flip(-1).cumsum(-1).flip(-1)  # mass of this token and of all behind it
-    needed = (left > error * _MARGIN).sum(-1)
+    needed = (left > error * MARGIN).sum(-1)
     return -(-needed // page_size) * page_size
 
 
@@ -60,10 +60,11 @@ def split_protected(budget: int, sink: int, recent: int) -> tuple[int, int]:
     return kept_sink, min(recent, budget - kept_sink)
 
 
-def protect(scores: Tensor, lens: Tensor, sink: int, recent: int) -> Tensor:
+def protect(scores: Tensor, lens: Tensor, sink: int | Tensor, recent: int | Tensor) -> Tensor:
     """Scores in which sinks and recent tokens always win and slots past a row always lose.
 
-    scores: [..., L]; NaN counts as the lowest score. lens: int64 [...] row lengths.
+    scores: [..., L]; NaN counts as the lowest score. lens: int64 [...] row lengths. sink, recent:
+    numbers of tokens, or int64 [..., 1] for each row.
     """
     top = torch.finfo(scores.dtype).max
     scores = torch.nan_to_num(scores, nan=float("-inf"), posinf=top, neginf=-top)

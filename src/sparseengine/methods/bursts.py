@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.plan import Demand, Purpose, Request, StepPlan
-from sparseengine.methods.families import DENSE_DOC, EvictionMethod, _Pending
+from sparseengine.methods.families import DENSE_DOC, EvictionMethod
 from sparseengine.methods.knobs import MethodConfig, knob
 
 INTERVAL_DOC = (
@@ -48,6 +48,10 @@ class BurstEviction(EvictionMethod):
             return request.outgrows_budget
         return request.prompt_len > request.budget
 
+    def is_watched(self, request: Request) -> bool:
+        """Whether its tokens need be watched: a prompt that an error target cuts, too."""
+        return self.can_cut(request) or request.sparse.kv_error is not None
+
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
         """One graph for all budgets: it watches, and `weigh` looks at the rows afterwards."""
         return 0 if self.layers and self._growing(plan) else None
@@ -75,27 +79,25 @@ class BurstEviction(EvictionMethod):
         raise NotImplementedError
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
-        """Score the rows that have grown by `interval`; they are alike in all layers."""
+        """Score the rows that have grown by `interval`; alike in all layers but by an error."""
         growing = self._growing(plan)
         if not growing:
             return
         if self.allocation is not None:
             self._weigh_shared(plan, growing, [at for at in layers() if self.acts_on(at.layer)])
             return
+        alike = all(plan.chunks[i].request.sparse.kv_error is None for i in growing)
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
             due = 0
             for i in growing:
-                request, lens = plan.chunks[i].request, at.lens(i)
-                if (
-                    request.budget is not None
-                    and max(lens) >= request.budget + self.config.interval
-                ):
-                    found = _Pending(self.score(at, i).float(), lens, request.budget)
-                    self._pending.setdefault(request.id, {})[at.layer] = found
+                budget, longest = plan.chunks[i].request.budget, max(at.lens(i))
+                if budget is not None and longest >= budget + self.config.interval:
+                    pending = self._pending.setdefault(plan.chunks[i].request.id, {})
+                    pending[at.layer] = self.weighed(at, i, budget)
                     due += 1
-            if not due:
+            if not due and alike:
                 return
 
     def _weigh_shared(

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from sparseengine.core.method import LayerStep, SealedPages, SparseMethod
+from torch import Tensor
+
+from sparseengine.core.method import LayerStep, SealedPages, SparseMethod, Vocabulary
 from sparseengine.core.plan import Demand, Request, StepPlan
 from sparseengine.core.specs import CacheGroup
 from sparseengine.core.view import Keep, Selection
@@ -72,6 +74,11 @@ def allocated(method: SparseMethod, stages: Stages) -> SparseMethod:
     allocation = stages.allocation
     if allocation is None:
         return method
+    if isinstance(method, Wrapper):
+        raise RequestError(
+            f"allocate={allocation.kind!r} is not possible with method {method.name!r}: it shares "
+            f"budgets out itself; leave `allocate` out, or name a method that scores"
+        )
     if not isinstance(method, EvictionMethod):
         raise RequestError(
             f"allocate={allocation.kind!r} is not possible with method {method.name!r}: it scores "
@@ -115,42 +122,26 @@ def composed(retain: SparseMethod, read: SparseMethod, tokens: int | None) -> Co
     return Composite(retain, read)
 
 
-class Composite(SparseMethod):
-    """Two methods on one request: what the first retains, decode steps read by the second's choice.
+class Wrapper(SparseMethod):
+    """A method around another: every hook is the inner one's, unless a subclass has its own."""
 
-    Hooks go to the stage they belong to: everything that scores, evicts, replays and bounds memory
-    to the eviction; `select` to the selection; `seal` to both. The controller seals after it has
-    evicted, in prompts and while decoding, so that page summaries are those of compacted pages. The
-    request's budget is the eviction's; the selection has its own, the same for all requests.
-    """
+    def __init__(self, config: Any, retain: SparseMethod) -> None:
+        super().__init__(config, retain.model)
+        self.retain = retain
 
-    def __init__(self, retain: SparseMethod, read: SelectionMethod) -> None:
-        super().__init__({"retain": retain.config, "read": read.config}, retain.model)
-        self.retain, self.reader = retain, read
-        first, second = retain.traits, read.traits
-        traits = replace(
-            first,
-            query_aware=first.query_aware or second.query_aware,
-            graph_safe=first.graph_safe and second.graph_safe,
-            tp="reduce" if "reduce" in (first.tp, second.tp) else "local",
-            needs=first.needs | second.needs,
-            decode_hooks=True,
-            kinds=first.kinds | second.kinds,
-        )
-        facts = {"name": retain.name, "traits": traits}
-        for name in ("layers", "default_budget", "default_ratio"):
-            facts[name] = getattr(retain, name, None)
-        for name, value in facts.items():  # facts of a class elsewhere; here of the pair
+    def adopt(self, **facts: Any) -> None:
+        """Facts of a class elsewhere that are this instance's here."""
+        for name, value in facts.items():
             object.__setattr__(self, name, value)
 
+    def uses(self, hook: str) -> bool:
+        return self.retain.uses(hook)
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        self.retain.read(vocabulary)
+
     def cache_plan(self) -> tuple[CacheGroup, ...]:
-        """The finer rows and all side tensors of both, layer by layer."""
-        own = {layer: g for g in self.reader.cache_plan() for layer in g.layers}
-        return tuple(
-            _joined(group, layer, own.get(layer))
-            for group in self.retain.cache_plan()
-            for layer in group.layers
-        )
+        return self.retain.cache_plan()
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         return self.retain.demand(prompt_len, max_tokens, budget)
@@ -159,26 +150,22 @@ class Composite(SparseMethod):
         return self.retain.prefill_block()
 
     def select(self, at: LayerStep) -> Selection | None:
-        if all(c.request.budget is None for c in at.plan.chunks):
-            return None  # a made-up step in which nothing acts
-        return self.reader.select(at)
+        return self.retain.select(at)
 
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
-        """The eviction's, if it acts; else one that no made-up request outgrows."""
-        acting = self.retain.captured_budget(plan, lens)
-        if acting is not None:
-            return acting
-        reads = self.reader.captured_budget(plan, lens)
-        return None if reads is None else max(2, reads)
+        return self.retain.captured_budget(plan, lens)
 
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
-        return self.retain.idle(plan, lens) and self.reader.captured_budget(plan, lens) is None
+        return self.retain.idle(plan, lens)
 
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         self.retain.replayed(plan, lens)
 
     def observe(self, at: LayerStep) -> None:
         self.retain.observe(at)
+
+    def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
+        self.retain.layer_end(at, hidden)
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         self.retain.weigh(plan, layers)
@@ -193,10 +180,77 @@ class Composite(SparseMethod):
 
     def seal(self, pages: SealedPages) -> None:
         self.retain.seal(pages)
-        self.reader.seal(pages)
 
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
         return self.retain.replay(request)
+
+    def forget(self, request_id: int) -> None:
+        self.retain.forget(request_id)
+
+
+class Composite(Wrapper):
+    """Two methods on one request: what the first retains, decode steps read by the second's choice.
+
+    Hooks go to the stage they belong to: everything that scores, evicts, replays and bounds memory
+    to the eviction; `select` to the selection; `read` and `seal` to both. The controller seals
+    after it has evicted, in prompts and while decoding, so that page summaries are those of
+    compacted pages. The request's budget (or error target) is the eviction's; the selection has its
+    own, the same for all requests.
+    """
+
+    def __init__(self, retain: SparseMethod, read: SelectionMethod) -> None:
+        super().__init__({"retain": retain.config, "read": read.config}, retain)
+        self.reader = read
+        first, second = retain.traits, read.traits
+        traits = replace(
+            first,
+            query_aware=first.query_aware or second.query_aware,
+            graph_safe=first.graph_safe and second.graph_safe,
+            tp="reduce" if "reduce" in (first.tp, second.tp) else "local",
+            needs=first.needs | second.needs,
+            decode_hooks=True,
+            kinds=first.kinds | second.kinds,
+        )
+        same = ("layers", "default_budget", "default_ratio")
+        facts = {name: getattr(retain, name, None) for name in same}
+        self.adopt(name=retain.name, traits=traits, **facts)
+
+    def uses(self, hook: str) -> bool:
+        return hook == "select" or self.retain.uses(hook)
+
+    def read(self, vocabulary: Vocabulary) -> None:
+        self.retain.read(vocabulary)
+        self.reader.read(vocabulary)
+
+    def cache_plan(self) -> tuple[CacheGroup, ...]:
+        """The finer rows and all side tensors of both, layer by layer."""
+        own = {layer: g for g in self.reader.cache_plan() for layer in g.layers}
+        return tuple(
+            _joined(group, layer, own.get(layer))
+            for group in self.retain.cache_plan()
+            for layer in group.layers
+        )
+
+    def select(self, at: LayerStep) -> Selection | None:
+        requests = [c.request for c in at.plan.chunks]
+        if all(r.budget is None and r.sparse.kv_error is None for r in requests):
+            return None  # a made-up step in which nothing acts
+        return self.reader.select(at)
+
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        """The eviction's, if it acts; else one that no made-up request outgrows."""
+        acting = self.retain.captured_budget(plan, lens)
+        if acting is not None:
+            return acting
+        reads = self.reader.captured_budget(plan, lens)
+        return None if reads is None else max(2, reads)
+
+    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
+        return self.retain.idle(plan, lens) and self.reader.captured_budget(plan, lens) is None
+
+    def seal(self, pages: SealedPages) -> None:
+        self.retain.seal(pages)
+        self.reader.seal(pages)
 
     def forget(self, request_id: int) -> None:
         self.retain.forget(request_id)

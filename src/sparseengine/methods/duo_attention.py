@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sparseengine.core.method import LayerStep, Traits
-from sparseengine.core.plan import Chunk, Demand, Purpose, StepPlan
+from sparseengine.core.plan import Demand, StepPlan
 from sparseengine.core.specs import LayerKind, ModelSpec, Ragged
 from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
@@ -25,14 +26,14 @@ from sparseengine.methods.calibration import (
 )
 from sparseengine.methods.families import Method
 from sparseengine.methods.knobs import knob
-from sparseengine.methods.streaming_llm import StreamingLLM, StreamingLLMConfig
+from sparseengine.methods.streaming_llm import SinkConfig, StreamingLLM
 
 _LARGEST_FILE = 4 << 20
 Gates = dict[int, tuple[float, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DuoAttentionConfig(StreamingLLMConfig):
+class DuoAttentionConfig(SinkConfig):
     """Knobs of DuoAttention."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -50,9 +51,9 @@ class DuoAttentionConfig(StreamingLLMConfig):
     )
     pattern: str = knob(
         "",
-        "JSON file with one list of gates, a number per KV head, for every layer of the model; "
-        "without one a built-in pattern spreads retrieval heads evenly, which nothing was "
-        "learned for",
+        "file of gates, a number per KV head, for every layer of the model: JSON lists, or lines "
+        "of a .tsv file as the authors publish them; without one a built-in pattern spreads "
+        "retrieval heads evenly, which nothing was learned for",
     )
     calibration: str = calibration_knob()
 
@@ -70,7 +71,8 @@ class DuoAttention(Method):
     The budget is what a row of a streaming head retains, sinks included, so the mean row is longer:
     by default 64 sinks and 256 recent tokens for half of the heads, and all tokens for the rest.
     Streaming rows are cut after every block of the prompt, at its end and while decoding; the
-    freed pages are other requests' at once.
+    freed pages are other requests' at once. `dense_layers` leaves whole layers alone, whatever
+    their gates.
 
     Gates come from a pattern file (the authors' learned ones, say) or from a calibration, which
     estimates them without training. Without either, the heads are NOT those that retrieve: the
@@ -91,7 +93,6 @@ class DuoAttention(Method):
         sharing="chain",
         takes="retained",
         decode_hooks=True,
-        graph_safe=False,
         tp="reduce",
         kinds=frozenset({LayerKind.FULL}),
     )
@@ -103,36 +104,29 @@ class DuoAttention(Method):
         self.streaming = streaming_heads(gates, config.retrieval)
         self._row = StreamingLLM(config, model)  # what happens to one row of a streaming head
         super().__init__(config, model)
-        self._length: dict[int, int] = {}  # of a request's streaming rows, which are all alike
-        self._pending: dict[int, tuple[int, int]] = {}
+        self._pending: dict[int, tuple[Tensor, int]] = {}
 
     def dense_layers(self) -> frozenset[int]:
-        return frozenset(range(len(self.model.layers))) - self.streaming.keys()
+        others = frozenset(range(len(self.model.layers))) - self.streaming.keys()
+        return super().dense_layers() | others
 
     def prefill_block(self) -> int | None:
         return self._row.prefill_block()
 
-    def observe(self, at: LayerStep) -> None:
-        """Note the length of streaming rows once per step."""
-        if not self.layers or at.layer != self.layers[0]:
+    def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
+        """Note which requests' streaming rows are cut; they are all alike."""
+        first = next((at for at in layers() if self.acts_on(at.layer)), None)
+        if first is None:
             return
-        head = min(self.streaming[at.layer])
-        for i, chunk in enumerate(at.plan.chunks):
-            if chunk.purpose is not Purpose.REPLAY:
-                self._note(chunk, at.lens(i)[head])
-
-    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
-        return all(c.request.id in self._length for c in plan.chunks)
-
-    def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
-        for chunk in plan.chunks:
-            self._note(chunk, self._length[chunk.request.id] + 1)
-
-    def _note(self, chunk: Chunk, length: int) -> None:
-        request = chunk.request
-        self._length[request.id] = length
-        if request.budget is not None and self._row.is_due(chunk) and length > request.budget:
-            self._pending[request.id] = (length, chunk.stop)
+        head = min(self.streaming[first.layer])
+        for i, chunk in enumerate(plan.chunks):
+            budget = chunk.request.budget
+            if budget is None or chunk.stop <= budget or not self._row.is_due(chunk):
+                continue
+            length = first.lens(i)[head]
+            if length > budget:
+                cut = self._row.cut(length, budget, first.page_size).mask()
+                self._pending[chunk.request.id] = (cut, chunk.stop)
 
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         keeps: list[Keep] = []
@@ -140,12 +134,10 @@ class DuoAttention(Method):
             request = chunk.request
             if request.id not in self._pending:
                 continue
-            length, everything = self._pending.pop(request.id)
-            assert request.budget is not None
-            cut = self._row.mask(length, request.budget, self.page_size)
+            cut, everything = self._pending.pop(request.id)
             whole = torch.ones(everything, dtype=torch.bool)
-            self._length[request.id] = int(cut.sum())
-            for layer, streams in self.streaming.items():
+            for layer in self.layers:
+                streams = self.streaming[layer]
                 heads = range(self.model.layers[layer].kv_heads)
                 masks = tuple(cut if h in streams else whole for h in heads)
                 keeps.append(Keep(request.id, layer, masks))
@@ -167,12 +159,11 @@ class DuoAttention(Method):
             return other_tokens
         page = self.page_size
         every = sum(self.model.layers[i].kv_heads for i in self.model.sparse_layers)
-        few = sum(map(len, self.streaming.values()))
+        few = sum(len(self.streaming[layer]) for layer in self.layers)
         pages = few * -(-streaming_tokens // page) + (every - few) * -(-other_tokens // page)
         return -(-pages * page // max(every, 1))
 
     def forget(self, request_id: int) -> None:
-        self._length.pop(request_id, None)
         self._pending.pop(request_id, None)
 
 
@@ -218,7 +209,7 @@ def _gates_of(config: DuoAttentionConfig, model: ModelSpec) -> Gates:
 
 
 def _load(path: str, model: ModelSpec) -> Gates:
-    """Gates of the FULL layers from a JSON file; raises `RequestError` that says what it must be.
+    """Gates of the FULL layers from a file; raises `RequestError` that says what it must be.
 
     One message for all that may be wrong, so that it tells nothing of a file that is no pattern.
     """
@@ -227,16 +218,22 @@ def _load(path: str, model: ModelSpec) -> Gates:
         file = Path(path)
         if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
             raise ValueError
-        rows = json.loads(file.read_text())
+        rows = _table(file.read_text()) if file.suffix == ".tsv" else json.loads(file.read_text())
         if not isinstance(rows, list) or len(rows) != len(model.layers):
             raise ValueError
         return {layer: _gates(rows[layer], count) for layer, count in heads.items()}
     except (OSError, OverflowError, ValueError, RecursionError):
         raise RequestError(
             f"sparse knob pattern={path!r} is not allowed; it must be a JSON file with "
-            f"{len(model.layers)} lists, one per layer, which hold a finite number for each KV "
-            f"head (per layer, other layers' lists being ignored: {heads})"
+            f"{len(model.layers)} lists (or a .tsv file with as many lines), one per layer, which "
+            f"hold a finite number for each KV head (per layer, other layers' lists being ignored: "
+            f"{heads})"
         ) from None
+
+
+def _table(text: str) -> list[list[float]]:
+    """The numbers of each line. Raises ValueError for words."""
+    return [[float(number) for number in line.split()] for line in text.splitlines()]
 
 
 def _gates(row: object, count: int) -> tuple[float, ...]:

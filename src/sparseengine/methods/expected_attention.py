@@ -80,6 +80,7 @@ class ExpectedAttention(EvictionMethod):
         family="eviction",
         sharing="chain",
         takes="retained",
+        measures="expected",
         kinds=frozenset({LayerKind.FULL}),
     )
 
@@ -129,9 +130,28 @@ class ExpectedAttention(EvictionMethod):
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Expected attention times value norm: fp32 [Hkv, L]; 0 for sinks and past a row's end."""
+        found = self._expected(at, chunk, self.config.sink) + self.config.epsilon
+        if self.config.value_norm:
+            values = at.gather("values", chunk)
+            norms = [torch.linalg.vector_norm(v.to(found.dtype), dim=-1) for v in _blocks(values)]
+            found = found * torch.cat(norms, -1)
+        return torch.where(self._counts(at, chunk, self.config.sink), found, 0.0)
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """Expected attention, of the sinks, too: fp32 [Hkv, L]."""
+        return self._expected(at, chunk, 0)
+
+    @staticmethod
+    def _counts(at: LayerStep, chunk: int, first: int) -> Tensor:
+        """Slots of the rows from `first` on: bool [G, L]."""
+        lens = at.table()[1][chunk]  # [G]
+        slot = torch.arange(max(at.lens(chunk)), device=at.k.device)
+        return (slot >= first) & (slot < lens[:, None])
+
+    def _expected(self, at: LayerStep, chunk: int, first: int) -> Tensor:
+        """Softmax of z over a row's slots from `first` on, mean over the group: [Hkv, L]."""
         mean, cov = self._future(at, chunk)
         keys = at.gather("keys", chunk)  # [Hkv, L, D]
-        lens = at.table()[1][chunk]  # [G]
         groups, scale = at.spec.kv_heads, at.spec.softmax_scale
         mean = torch.unflatten(mean, 0, (groups, -1))  # [Hkv, g, D]
         parts = []
@@ -142,15 +162,9 @@ class ExpectedAttention(EvictionMethod):
                 spread = some[:, None] @ torch.unflatten(cov, 0, (groups, -1))  # [Hkv, g, l, D]
                 z += 0.5 * scale**2 * (spread * some[:, None]).sum(-1)
             parts.append(z)
-        slot = torch.arange(keys.shape[1], device=keys.device)
-        counts = (slot >= self.config.sink) & (slot < lens[:, None])  # [G, L]
+        counts = self._counts(at, chunk, first)
         logits = torch.cat(parts, -1).masked_fill(~counts[:, None], float("-inf"))
-        found = logits.softmax(-1).mean(1) + self.config.epsilon
-        if self.config.value_norm:
-            values = at.gather("values", chunk)
-            norms = [torch.linalg.vector_norm(v.to(found.dtype), dim=-1) for v in _blocks(values)]
-            found = found * torch.cat(norms, -1)
-        return torch.where(counts, found, 0.0)
+        return logits.softmax(-1).mean(1)
 
     def _moments(self, at: LayerStep, chunk: int) -> tuple[Tensor, Tensor | None]:
         """Mean [Hq, D] and covariance [Hq, D, D] of queries before rotation."""

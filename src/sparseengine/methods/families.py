@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,8 +19,10 @@ from sparseengine.core.plan import Chunk, Demand, Purpose, Request, StepPlan
 from sparseengine.core.specs import AuxSpec, CacheGroup, LayerKind, ModelSpec, Per, Ragged
 from sparseengine.core.view import Keep, Selection
 from sparseengine.methods.allocate import Allocation
-from sparseengine.methods.budgets import protect, split_protected, tokens_for_error, top_mask
+from sparseengine.methods.budgets import protect, split_protected, top_mask
+from sparseengine.methods.error_targets import Target, row_counts
 from sparseengine.methods.knobs import MethodConfig, knob
+from sparseengine.methods.pending import Pending, cut_together, expand_lens
 
 DENSE_DOC = "first layers of the model that retain and read everything"
 _TINY = 1e-30
@@ -47,6 +50,11 @@ class Method(SparseMethod):
             and spec.kind is not LayerKind.RECURRENT
             and i not in self.dense_layers()
         )
+        self._acts = frozenset(self.layers)
+
+    def act_on(self, kinds: frozenset[LayerKind]) -> None:
+        """Leave layers of other kinds alone, too."""
+        self.layers = tuple(i for i in self.layers if self.model.layers[i].kind in kinds)
         self._acts = frozenset(self.layers)
 
     def dense_layers(self) -> frozenset[int]:
@@ -107,19 +115,6 @@ class EvictionConfig(MethodConfig):
     recent: int = knob(32, "newest tokens that are always retained", low=0, high=1 << 20)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """Scores of one layer, waiting for the end of the step: fp32 [H, L] and the row lengths.
-
-    counts: int64 [H] tokens to retain where the request names an error instead of a budget.
-    """
-
-    scores: Tensor
-    lens: tuple[int, ...]
-    budget: int
-    counts: Tensor | None = None
-
-
 class EvictionMethod(Method):
     """Physical eviction when the prompt ends: `score` says how important each stored token is.
 
@@ -135,20 +130,19 @@ class EvictionMethod(Method):
     keys_suffice: ClassVar[bool] = False  # whether `score` works at any time, from stored rows
     stored_score: ClassVar[str] = "eviction_score"  # side tensor of scores, for a later `shrink`
     allocation: Allocation | None = None  # how rows share their budgets; None: the method's own way
-    targets_error: ClassVar[bool] = False  # whether `masses` says what a choice would lose
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
-        self._pending: dict[int, dict[int, _Pending]] = {}
+        self._pending: dict[int, dict[int, Pending]] = {}
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Importance of each slot of a chunk's rows: fp32 [H, Lmax], H = 1 or kv_heads."""
         raise NotImplementedError
 
     def masses(self, at: LayerStep, chunk: int) -> Tensor:
-        """Attention paid to each slot, the mean over queries and a head's group: fp32 [Hkv, L].
+        """Attention paid to each slot, the mean over queries and a head's group: fp32 [H, L].
 
-        A row sums to 1. Needed for error targets alone.
+        Of the queries that traits.measures names; a row sums to 1 at most. For error targets.
         """
         raise NotImplementedError
 
@@ -158,6 +152,11 @@ class EvictionMethod(Method):
     def protected(self, budget: int) -> tuple[int, int]:
         """Sinks and recent tokens that are retained whatever their score."""
         return split_protected(budget, self.config.sink, self.config.recent)
+
+    def least(self, budget: int) -> int:
+        """The smallest budget under which no protected token gives way, for a search from below."""
+        sink, recent = self.protected(budget)
+        return max(1, 2 * sink, sink + recent)
 
     def layer_budget(self, layer: int, length: int, budget: int) -> int:
         """Tokens that a layer's rows of `length` tokens retain; override `demand` with it."""
@@ -185,13 +184,13 @@ class EvictionMethod(Method):
             if chunk.purpose is not Purpose.PREFILL or chunk.stop > chunk.request.prompt_len:
                 continue
             self.watch(at, i)
-            budget = chunk.request.budget
-            if budget is None or not self.is_due(chunk):
+            budget, by_error = chunk.request.budget, chunk.request.sparse.kv_error is not None
+            if not self.is_due(chunk) or (budget is None and not by_error):
                 continue
-            budget = self.target(chunk, budget)
+            budget = chunk.stop if budget is None else self.target(chunk, budget)
             # Rows that share a budget may be shorter than it; together they are not.
             longest = max(at.lens(i)) if self.allocation is None else chunk.stop
-            if longest > budget or chunk.request.sparse.kv_error is not None:
+            if longest > budget or by_error:
                 self.note(at, i, budget)
 
     def why_not(self, allocation: Allocation) -> str | None:
@@ -203,16 +202,23 @@ class EvictionMethod(Method):
 
     def note(self, at: LayerStep, chunk: int, budget: int) -> None:
         """Score a chunk's rows at this layer; they are cut to the budget when the step ends."""
-        lens, request = at.lens(chunk), at.plan.chunks[chunk].request
-        own = self.layer_budget(at.layer, max(lens), budget)
-        found = _Pending(self.score(at, chunk).float(), lens, own)
-        if request.sparse.kv_error is not None:
-            counts = self._counts(at, chunk, found, request.sparse.kv_error)
-            found = replace(found, counts=counts)
-        self._pending.setdefault(request.id, {})[at.layer] = found
+        found = self.weighed(at, chunk, budget)
+        self._pending.setdefault(at.plan.chunks[chunk].request.id, {})[at.layer] = found
         if self._stores_scores():
             score = torch.where(found.scores == 0, -_TINY, found.scores)  # 0 is: never scored
             at.scatter(self.stored_score, chunk, score.expand(at.spec.kv_heads, -1))
+
+    def weighed(self, at: LayerStep, chunk: int, budget: int) -> Pending:
+        """What the choice at this layer needs to know."""
+        lens, request = at.lens(chunk), at.plan.chunks[chunk].request
+        own, error = self.layer_budget(at.layer, max(lens), budget), request.sparse.kv_error
+        if error is None:
+            return Pending(self.score(at, chunk).float(), lens, own)
+        if self.allocation is not None:
+            every = self._row_budgets(request.prompt_len, budget, self.allocation)
+            own = every[self.layers.index(at.layer)]
+        target = Target(self.masses(at, chunk), error)
+        return Pending(self.score(at, chunk).float(), lens, own, target)
 
     def _stores_scores(self) -> bool:
         return not self.can_rescore()
@@ -224,58 +230,46 @@ class EvictionMethod(Method):
         # Not `rewritten`: scores are stored when a prompt ends, before anybody shares its pages.
         return (*own, AuxSpec(name=self.stored_score, per=Per.SLOT))
 
-    def _counts(self, at: LayerStep, chunk: int, found: _Pending, error: float) -> Tensor:
-        """Fewest best tokens of each row that leave out at most `error` of its attention.
-
-        Whole pages, for the rest of a page costs nothing; at most the budget. int64 [Hkv].
-        """
-        masses = self.masses(at, chunk)
-        rows = _expand(found.lens, len(masses))
-        lens = upload(np.array(rows, np.int64), masses.device)
-        if error == 0:
-            return lens.clamp(max=found.budget)
-        shielded = protect(found.scores, lens, *self.protected(found.budget))
-        return tokens_for_error(shielded, masses, error, self.page_size).clamp(
-            max=lens.clamp(max=found.budget)
-        )
-
     def evict(self, plan: StepPlan) -> Sequence[Keep]:
         """One batched choice per (shape, budget) over all layers and requests of the step."""
-        if self.allocation is not None:
-            return [
-                keep
-                for chunk in plan.chunks
-                if chunk.request.id in self._pending
-                for keep in self._share_out(
-                    chunk.request, self._pending.pop(chunk.request.id), self.allocation
-                )
-            ]
-        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, Pending]]] = {}
         keeps: list[Keep] = []
+        how = self.allocation
         for chunk in plan.chunks:
-            for layer, found in self._pending.pop(chunk.request.id, {}).items():
-                if found.counts is not None:
-                    keeps.append(self._choose_counted(chunk.request.id, layer, found, found.counts))
+            pending = self._pending.pop(chunk.request.id, {})
+            by_error = chunk.request.sparse.kv_error is not None
+            if pending and how is not None and (how.shares or not by_error):
+                keeps.extend(self._share_out(chunk.request, pending, how))
+                continue
+            for layer, found in pending.items():
+                if found.target is not None:
+                    keeps.append(self.cut_by_error(chunk.request.id, layer, found, found.target))
                     continue
                 key = (found.scores.shape, found.budget)
                 batches.setdefault(key, []).append((chunk.request.id, layer, found))
         return keeps + self._choose(batches)
 
-    def _choose_counted(self, request: int, layer: int, found: _Pending, counts: Tensor) -> Keep:
-        """The best `counts` [H] tokens of each row."""
-        rows = _expand(found.lens, len(found.scores))
+    def cut_by_error(self, request: int, layer: int, found: Pending, target: Target) -> Keep:
+        """The fewest best tokens of each row that lose at most the error."""
+        rows = expand_lens(found.lens, len(target.masses))
         lens = upload(np.array(rows, np.int64), found.scores.device)
-        shielded = protect(found.scores, lens, *self.protected(found.budget))
-        masks = top_mask(shielded, counts).unbind(0)
+        scores = found.scores.expand(len(rows), -1)
+        masks = self.least_mask(scores, lens, target, found.budget).unbind(0)
         return Keep(request, layer, tuple(m[:n] for m, n in zip(masks, rows, strict=True)))
 
+    def least_mask(self, scores: Tensor, lens: Tensor, target: Target, budget: int) -> Tensor:
+        """The same: fp32 [H, L] and int64 [H] -> bool [H, L], within the budget."""
+        shielded, least = protect(scores, lens, *self.protected(budget)), self.least(budget)
+        counts = row_counts(shielded, target, lens, budget, least, self.page_size)
+        return top_mask(shielded, counts)
+
     def _choose(
-        self, batches: Mapping[tuple[torch.Size, int], list[tuple[int, int, _Pending]]]
+        self, batches: Mapping[tuple[torch.Size, int], list[tuple[int, int, Pending]]]
     ) -> list[Keep]:
         keeps: list[Keep] = []
         for ((num_heads, _), budget), items in batches.items():
             scores = torch.stack([found.scores for _, _, found in items])  # [N, H, L]
-            rows = [_expand(found.lens, num_heads) for _, _, found in items]
+            rows = [expand_lens(found.lens, num_heads) for _, _, found in items]
             lens = upload(np.array(rows, np.int64), scores.device)
             masks = self.retain(scores, lens, budget)
             for (request, layer, _), lengths, mask in zip(items, rows, masks, strict=True):
@@ -284,34 +278,42 @@ class EvictionMethod(Method):
         return keeps
 
     def _share_out(
-        self, request: Request, found: Mapping[int, _Pending], allocation: Allocation
+        self, request: Request, found: Mapping[int, Pending], allocation: Allocation
     ) -> list[Keep]:
         """The cut of one request's rows that share: those of layers that store equal sizes."""
         keeps: list[Keep] = []
         alike: dict[tuple[object, ...], list[int]] = {}
         for layer in sorted(found):
-            spec = self.model.layers[layer]
-            alike.setdefault((spec.kv_heads, *spec.stored_dims), []).append(layer)
+            spec, by_error = self.model.layers[layer], found[layer].target is not None
+            own = layer if by_error and allocation.scope == "layer" else None
+            alike.setdefault((own, spec.kv_heads, *spec.stored_dims), []).append(layer)
         for layers in alike.values():
             items = [found[layer] for layer in layers]
             heads, longest = items[0].scores.shape[0], max(p.scores.shape[1] for p in items)
             parts = [pad(p.scores, (0, longest - p.scores.shape[1])) for p in items]
-            rows = [_expand(p.lens, heads) for p in items]
+            rows = [expand_lens(p.lens, heads) for p in items]
             scores = torch.stack(parts)  # [N, H, L]
             lens = upload(np.array(rows, np.int64), scores.device)
-            budget = items[0].budget
-            every = self._row_budgets(request.prompt_len, budget, allocation)
-            masks = allocation.retain(
-                scores,
-                lens,
-                [every[self.layers.index(layer)] for layer in layers],
-                self.protected(budget),
-                self.page_size,
-            )
+            retain = partial(self._shared, request.prompt_len, allocation, layers, scores, lens)
+            masks = cut_together(items, retain, self.least(items[0].budget))
             for layer, lengths, mask in zip(layers, rows, masks, strict=True):
                 rows_of = zip(mask.unbind(0), lengths, strict=True)
                 keeps.append(Keep(request.id, layer, tuple(m[:n] for m, n in rows_of)))
         return keeps
+
+    def _shared(
+        self,
+        length: int,
+        how: Allocation,
+        layers: Sequence[int],
+        scores: Tensor,
+        lens: Tensor,
+        budget: int,
+    ) -> Tensor:
+        """What rows of some layers retain under a budget: bool [N, H, L]."""
+        every = self._row_budgets(length, budget, how)
+        own = [every[self.layers.index(layer)] for layer in layers]
+        return how.retain(scores, lens, own, self.protected(budget), self.page_size)
 
     def _row_budgets(self, prompt_len: int, budget: int, allocation: Allocation) -> tuple[int, ...]:
         """Tokens per row of each acting layer, before rows share."""
@@ -344,16 +346,16 @@ class EvictionMethod(Method):
         shared = self.allocation or self.own_sharing()
         if not self.can_shrink(request):
             return ()
-        found: dict[int, _Pending] = {}
+        found: dict[int, Pending] = {}
         for at in rows:
             if self.acts_on(at.layer):
                 lens = at.lens(0)
                 own = self.layer_budget(at.layer, request.prompt_len, target_tokens)
                 if shared is not None or max(lens) > own:
-                    found[at.layer] = _Pending(self.rescore(at), lens, own)
+                    found[at.layer] = Pending(self.rescore(at), lens, own)
         if shared is not None:
             return self._share_out(request, found, shared)
-        batches: dict[tuple[torch.Size, int], list[tuple[int, int, _Pending]]] = {}
+        batches: dict[tuple[torch.Size, int], list[tuple[int, int, Pending]]] = {}
         for layer, item in found.items():
             batches.setdefault((item.scores.shape, item.budget), []).append(
                 (request.id, layer, item)
@@ -394,15 +396,6 @@ class EvictionMethod(Method):
 
     def forget(self, request_id: int) -> None:
         self._pending.pop(request_id, None)
-
-
-def _expand(lens: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
-    """Row lengths per scored head: the cache may be coarser or finer than the scores."""
-    if len(lens) == num_heads:
-        return lens
-    if len(set(lens)) != 1:
-        raise AssertionError(f"{num_heads} score rows for rows of lengths {lens}")
-    return lens[:1] * num_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

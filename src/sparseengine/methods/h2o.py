@@ -14,11 +14,13 @@ from torch import Tensor
 from sparseengine.core.method import LayerStep
 from sparseengine.core.plan import Purpose
 from sparseengine.core.specs import AuxSpec, Per
-from sparseengine.methods.budgets import split_protected
+from sparseengine.methods.budgets import protect, split_protected, top_mask
 from sparseengine.methods.bursts import BurstConfig, BurstEviction
+from sparseengine.methods.error_targets import Target, least_counts
 from sparseengine.methods.knobs import knob
 
 _MASS, _SEEN = "attention_mass", "attention_seen"
+_LEAST = 1e-30
 _TILE_LOGITS = 1 << 24  # of one KV head at a time: 64 MiB in fp32
 
 
@@ -76,7 +78,7 @@ class H2O(BurstEviction):
 
     name = "h2o"
     config_class = H2OConfig
-    traits = replace(BurstEviction.traits, scores="mass")
+    traits = replace(BurstEviction.traits, scores="mass", measures="all")
 
     def aux(self) -> tuple[AuxSpec, ...]:
         names = (_MASS, _SEEN) if self.config.average else (_MASS,)
@@ -89,10 +91,33 @@ class H2O(BurstEviction):
         recent = math.ceil(self.config.recent_ratio * budget - 1e-9)
         return split_protected(budget, self.config.sink, recent)
 
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """The part of all that queries of the prompt paid: fp32 [Hkv, L]."""
+        mass = at.gather(_MASS, chunk)
+        return mass / mass.sum(-1, keepdim=True).clamp_min(_LEAST)
+
+    def least_mask(self, scores: Tensor, lens: Tensor, target: Target, budget: int) -> Tensor:
+        """Newest tokens grow with the budget that is looked for."""
+
+        def cut(budgets: Tensor) -> Tensor:
+            newest = torch.ceil(self.config.recent_ratio * budgets.double() - 1e-9).long()
+            sink = (budgets // 2).clamp(max=self.config.sink)
+            recent = newest.minimum(budgets - sink)
+            return top_mask(protect(scores, lens, sink[:, None], recent[:, None]), budgets)
+
+        def lost(budgets: Tensor) -> Tensor:
+            return target.masses.double().masked_fill(cut(budgets), 0.0).sum(-1)
+
+        least = self.least(budget)
+        return cut(least_counts(lost, target, lens, budget, least, self.page_size))
+
+    def least(self, budget: int) -> int:
+        return max(1, 2 * self.protected(budget)[0])  # the newest grow with it
+
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Add the mass of a chunk's queries to the row's sums; new slots start at zero."""
         now = at.plan.chunks[chunk]
-        if not self.can_cut(now.request):
+        if not self.is_watched(now.request):
             return
         left = self.config.decay if now.purpose is Purpose.DECODE else 1.0
         mass = at.gather(_MASS, chunk) * left  # [Hkv, L]

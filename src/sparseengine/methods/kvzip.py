@@ -17,8 +17,10 @@ from sparseengine.core.view import Keep
 from sparseengine.errors import RequestError
 from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.budgets import protect, top_mask
-from sparseengine.methods.families import EvictionConfig, EvictionMethod, _Pending
+from sparseengine.methods.error_targets import Target
+from sparseengine.methods.families import EvictionConfig, EvictionMethod
 from sparseengine.methods.knobs import knob
+from sparseengine.methods.pending import Pending, cut_together
 
 _SCORE = "reconstruction_score"
 _REPEAT_WHOLE = "\n\nRepeat the previous context exactly."
@@ -76,8 +78,8 @@ class KVzip(EvictionMethod):
     The budget counts sinks and newest tokens, which always stay. Decoded tokens stay.
 
     Costs: the prompt is run twice, the second time with attention to all of it; memory for a run
-    (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head. The first
-    token is sampled before the cut, from everything.
+    (`prefix`, `lead` and `chunk`) beyond the prompt; 4 bytes per token and KV head (8 while runs
+    serve an error target). The first token is sampled before the cut, from everything.
 
     Deviations: The whole prompt is the context, a question in it too, and its
     newest 8 tokens stay (authors: a system prompt stays and questions come later). Ties go to the
@@ -89,13 +91,17 @@ class KVzip(EvictionMethod):
 
     name = "kvzip"
     config_class = KVzipConfig
-    traits = Traits(family="eviction", sharing="chain", takes="retained", tp="reduce")
+    traits = Traits(
+        family="eviction", sharing="chain", takes="retained", tp="reduce", measures="repetition"
+    )
     default_ratio = 0.3
     stored_score = _SCORE
 
     def __init__(self, config: Any, model: ModelSpec) -> None:
         super().__init__(config, model)
         self._ran: dict[int, int] = {}  # runs that are over, by request
+        # by request and layer: attention paid [Hkv, L], and by how many queries
+        self._paid: dict[int, dict[int, tuple[Tensor, int]]] = {}
         wrong = [t for t in config.prefix if t >= model.vocab_size]
         if wrong:
             raise RequestError(
@@ -116,9 +122,9 @@ class KVzip(EvictionMethod):
         return (AuxSpec(name=_SCORE, per=Per.SLOT, rewritten=True),)
 
     def own_sharing(self) -> Allocation | None:
-        """One threshold over all layers and heads is what rows that share everything do."""
-        pair = self.config.form == "pair"
-        return Allocation(kind="adakv", scope="model", floor=0.0) if pair else None
+        """One threshold over heads, of all layers or of each, is what rows that share do."""
+        scope = {"pair": "model", "layer": "layer"}.get(self.config.form)
+        return None if scope is None else Allocation(kind="adakv", scope=scope, floor=0.0)
 
     def rescore(self, at: LayerStep) -> Tensor:
         """Scores as the runs left them; decoded tokens, which have none, are above all others."""
@@ -148,8 +154,8 @@ class KVzip(EvictionMethod):
 
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
         """The prompt's chunks, each behind what asks for it."""
-        length, budget = request.prompt_len, request.budget
-        if budget is None or length <= budget or not self.layers:
+        length = request.prompt_len
+        if not _is_cut(request) or not self.layers:
             return ()
         size, lead = self._chunk(length), self.config.lead
         prompt = request.tokens[:length]
@@ -164,9 +170,9 @@ class KVzip(EvictionMethod):
         )
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
-        """Peak: the whole prompt and one run behind it."""
+        """Peak: the whole prompt and one run behind it. No budget: an error target may cut."""
         peak, steady = super().demand(prompt_len, max_tokens, budget)
-        if budget is None or prompt_len <= budget or not self.layers:
+        if (budget is not None and prompt_len <= budget) or not self.layers:
             return Demand(peak, steady)
         size = self._chunk(prompt_len)
         lead = min(self.config.lead, prompt_len - size)
@@ -182,32 +188,51 @@ class KVzip(EvictionMethod):
             chunk = at.plan.chunks[i]
             if chunk.purpose is Purpose.DECODE:
                 return
-            budget = chunk.request.budget
-            if budget is None or chunk.request.prompt_len <= budget:
+            if not _is_cut(chunk.request):
                 continue
             if chunk.ends_prompt:  # zeros onto zeros: from the next step on no page is shared
                 at.scatter(_SCORE, i, at.gather(_SCORE, i))
             elif chunk.purpose is Purpose.REPLAY:
-                self._look(at, i, budget)
+                self._look(at, i)
 
-    def _look(self, at: LayerStep, i: int, budget: int) -> None:
+    def _look(self, at: LayerStep, i: int) -> None:
         """Raise the scores of the tokens that a run repeats; after the last run they are final."""
         request = at.plan.chunks[i].request
         length, size = request.prompt_len, self._chunk(request.prompt_len)
         first = self._ran.get(request.id, 0) * size
         stop = min(first + size, length)
         scores = at.gather(_SCORE, i)[:, :length]
-        scores[:, first:stop] = torch.maximum(
-            scores[:, first:stop], self._attention(at, i, first, stop)
-        )
+        best, paid = self._attention(at, i, first, stop)
+        scores[:, first:stop] = torch.maximum(scores[:, first:stop], best)
         at.scatter(_SCORE, i, scores)
+        if request.sparse.kv_error is not None:
+            self._add_paid(at, i, first, paid)
         if stop < length:
             return
         lens = (length,) * len(at.lens(i))
-        self._pending.setdefault(request.id, {})[at.layer] = _Pending(scores, lens, budget)
+        budget = length if request.budget is None else request.budget
+        found = Pending(scores, lens, budget, self._target(request, at.layer))
+        self._pending.setdefault(request.id, {})[at.layer] = found
 
-    def _attention(self, at: LayerStep, i: int, first: int, stop: int) -> Tensor:
-        """Largest attention of a run's queries on the stored tokens first..stop: fp32 [Hkv, C]."""
+    def _add_paid(self, at: LayerStep, i: int, first: int, paid: Tensor) -> None:
+        """What a run's queries paid to the tokens from `first` on."""
+        request, (lo, hi) = at.plan.chunks[i].request, at.span(i)
+        layers = self._paid.setdefault(request.id, {})
+        before = paid.new_zeros(len(paid), request.prompt_len), 0
+        total, queries = layers.get(at.layer, before) if first else before
+        total[:, first : first + paid.shape[1]] += paid
+        layers[at.layer] = total, queries + (hi - lo) * at.spec.group_size
+
+    def _target(self, request: Request, layer: int) -> Target | None:
+        """The mean over all queries of all runs; what they pay to their own run no cut loses."""
+        if request.sparse.kv_error is None:
+            return None
+        total, queries = self._paid[request.id].pop(layer)
+        return Target(total / queries, request.sparse.kv_error)
+
+    def _attention(self, at: LayerStep, i: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention of a run's queries on the stored tokens first..stop: its maximum and its sum
+        over the queries of a KV head, fp32 [Hkv, C] each."""
         spec, length = at.spec, at.plan.chunks[i].request.prompt_len
         lo, hi = at.span(i)
         stored = at.gather("keys", i)  # [Hkv, L + R, D]
@@ -217,6 +242,7 @@ class KVzip(EvictionMethod):
         queries = queries.permute(1, 2, 0, 3)  # [Hkv, g, R, D]
         own = torch.arange(keys.shape[1], device=keys.device) - (sinks + stop - first)
         best = keys.new_zeros(spec.kv_heads, stop - first)
+        total = torch.zeros_like(best)
         tile = max(1, _TILE_LOGITS // (spec.q_heads * keys.shape[1]))
         for at_query in range(0, hi - lo, tile):
             some = queries[:, :, at_query : at_query + tile].float()
@@ -225,9 +251,10 @@ class KVzip(EvictionMethod):
                 logits = spec.softcap * torch.tanh(logits / spec.softcap)
             row = torch.arange(some.shape[2], device=keys.device)[:, None] + at_query
             paid = logits.masked_fill(own > row, float("-inf")).softmax(-1)
-            paid = paid[..., sinks : sinks + stop - first].amax((1, 2))
-            best = torch.maximum(best, paid)
-        return best
+            paid = paid[..., sinks : sinks + stop - first]
+            best = torch.maximum(best, paid.amax((1, 2)))
+            total += paid.sum((1, 2))
+        return best, total
 
     # ── the cut ──────────────────────────────────────────────────────────────────────────────────
 
@@ -241,7 +268,7 @@ class KVzip(EvictionMethod):
             return super().evict(plan)
         keeps: list[Keep] = []
         for chunk in plan.chunks:
-            alike: dict[tuple[object, ...], list[tuple[int, _Pending]]] = {}
+            alike: dict[tuple[object, ...], list[tuple[int, Pending]]] = {}
             for layer, found in self._pending.pop(chunk.request.id, {}).items():
                 spec = self.model.layers[layer]
                 alike.setdefault((spec.kv_heads, *spec.stored_dims), []).append((layer, found))
@@ -251,14 +278,18 @@ class KVzip(EvictionMethod):
                     keeps.extend(self._together(chunk.request.id, part))
         return keeps
 
-    def _together(self, request: int, items: Sequence[tuple[int, _Pending]]) -> list[Keep]:
+    def _together(self, request: int, items: Sequence[tuple[int, Pending]]) -> list[Keep]:
         """One choice over some layers."""
         scores = torch.stack([found.scores for _, found in items])  # [N, Hkv, L]
-        budget, length = items[0][1].budget, scores.shape[2]
-        lens = torch.full(scores.shape[:2], length, device=scores.device)
-        shielded = protect(scores, lens, *self.protected(budget))
+        lens = torch.full(scores.shape[:2], scores.shape[2], device=scores.device)
         choose = self._heads if self.config.form == "head" else self._pairs
-        masks = choose(shielded.flatten(0, 1), budget).view(scores.shape)
+
+        def chosen(budget: int) -> Tensor:
+            shielded = protect(scores, lens, *self.protected(budget))
+            return choose(shielded.flatten(0, 1), budget).view(scores.shape)
+
+        pending = [found for _, found in items]
+        masks = cut_together(pending, chosen, self.least(pending[0].budget))
         pairs = zip(items, masks, strict=True)
         return [Keep(request, layer, tuple(mask.unbind(0))) for (layer, _), mask in pairs]
 
@@ -281,3 +312,12 @@ class KVzip(EvictionMethod):
     def forget(self, request_id: int) -> None:
         super().forget(request_id)
         self._ran.pop(request_id, None)
+        self._paid.pop(request_id, None)
+
+
+def _is_cut(request: Request) -> bool:
+    """Whether the prompt is repeated and then cut."""
+    budget = request.budget
+    return request.sparse.kv_error is not None or (
+        budget is not None and request.prompt_len > budget
+    )

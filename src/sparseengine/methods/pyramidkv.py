@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from sparseengine.core.method import LayerStep
 from sparseengine.core.plan import Demand
 from sparseengine.errors import RequestError
+from sparseengine.methods.allocate import Allocation
 from sparseengine.methods.budgets import exact_pyramid, is_flat_pyramid, pyramid_ends
 from sparseengine.methods.knobs import knob
+from sparseengine.methods.pending import Pending
 from sparseengine.methods.snapkv import SnapKV, SnapKVConfig
 
 
@@ -73,12 +76,28 @@ class PyramidKV(SnapKV):
         pick = {"exact": exact_pyramid, "steps": stepped_pyramid, "kvpress": kvpress_pyramid}
         return pick[config.form](len(self.layers), length, budget, config.window, config.beta)
 
+    def why_not(self, allocation: Allocation) -> str | None:
+        if allocation.kind == "adakv" and allocation.scope == "layer":
+            return None  # heads of a layer share what the pyramid gives it
+        return super().why_not(allocation)
+
+    def _row_budgets(self, prompt_len: int, budget: int, allocation: Allocation) -> tuple[int, ...]:
+        return self.budgets_of(prompt_len, budget)
+
+    def weighed(self, at: LayerStep, chunk: int, budget: int) -> Pending:
+        found = super().weighed(at, chunk, budget)
+        return found if self.allocation is None else replace(found, budget=budget)
+
     def layer_budget(self, layer: int, length: int, budget: int) -> int:
+        if self.allocation is not None:
+            return budget  # see `_row_budgets`
         return self.budgets_of(length, budget)[self.layers.index(layer)]
 
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         """Steady: the mean over layers of whole pages, for short rows and long ones round alike."""
         total = prompt_len + max_tokens
+        if self.allocation is not None and self.layers:
+            return super().demand(prompt_len, max_tokens, budget)
         if budget is None or prompt_len <= budget or not self.layers:
             return Demand(total, total)
         rows = [n + max_tokens for n in self.budgets_of(prompt_len, budget)]

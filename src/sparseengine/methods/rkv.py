@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -72,6 +72,7 @@ class RKV(BurstEviction):
 
     name = "rkv"
     config_class = RKVConfig
+    traits = replace(BurstEviction.traits, measures="window")
     default_budget = 1024
     default_ratio = None
 
@@ -91,7 +92,7 @@ class RKV(BurstEviction):
     def watch(self, at: LayerStep, chunk: int) -> None:
         """Put this chunk's newest queries into the ring: that of position p at p modulo window."""
         now = at.plan.chunks[chunk]
-        if not self.can_cut(now.request):
+        if not self.is_watched(now.request):
             return
         lo, hi = at.span(chunk)
         ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]
@@ -103,6 +104,19 @@ class RKV(BurstEviction):
     def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
         part = at.subset(chunks)
         part.push(self._ring, part.q)
+
+    def _newest(self, at: LayerStep, chunk: int) -> Tensor:
+        """The row's newest queries, at most `window` of them: [n, Hq, D]."""
+        stop, ring = at.plan.chunks[chunk].stop, at.request_aux(self._ring, chunk)
+        seen = min(len(ring), stop)
+        first = (stop - seen) % len(ring)
+        return torch.cat((ring[first : first + seen], ring[: max(0, first + seen - len(ring))]))
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """Attention of the window's queries, mean over them and a head's group: fp32 [Hkv, L]."""
+        queries = self._newest(at, chunk)
+        found: Tensor = at.scores(chunk, queries) / len(queries)
+        return found.view(at.spec.kv_heads, at.spec.group_size, -1).mean(1)
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Weighted importance minus redundancy: fp32 [Hkv, L], zero in the window."""
@@ -123,17 +137,15 @@ class RKV(BurstEviction):
 
     def _importance(self, at: LayerStep, chunk: int, keys: Tensor, heads: list[int]) -> Tensor:
         """Pooled mean attention of the window's queries on older keys [H, L, D] of some heads."""
-        stop, ring = at.plan.chunks[chunk].stop, at.request_aux(self._ring, chunk)
-        seen = min(len(ring), stop)
+        queries = self._newest(at, chunk)
         keys = keys if keys.element_size() == 8 else keys.float()
         mean = keys.new_zeros(keys.shape[:2])
-        for position in range(stop - seen, stop):  # one query at a time
-            query = ring[position % len(ring)].to(keys.dtype)
+        for query in queries.to(keys.dtype):  # one at a time
             grouped = query.view(at.spec.kv_heads, -1, query.shape[-1])[heads]  # [H, g, D]
             logits = grouped @ keys.mT * at.spec.softmax_scale
             if at.spec.softcap:
                 logits = at.spec.softcap * torch.tanh(logits / at.spec.softcap)
-            mean += logits.amax(1).softmax(-1) / seen
+            mean += logits.amax(1).softmax(-1) / len(queries)
         kernel = self.config.kernel
         return max_pool1d(mean, kernel, stride=1, padding=kernel // 2)
 

@@ -162,7 +162,7 @@ class SkipKV(RKV):
             said = torch.stack([hidden[i] for i in decodes])
             at.subset(decodes).push(_HIDDEN, said)
         for i, chunk in enumerate(at.plan.chunks):
-            if chunk.purpose is Purpose.PREFILL and self.can_cut(chunk.request):
+            if chunk.purpose is Purpose.PREFILL and self.is_watched(chunk.request):
                 lo, hi = at.span(i)
                 sums, text = at.request_aux(self._sums, i), self._text(chunk.request, chunk.stop)
                 self._add(sums, text, chunk.start, hidden[lo:hi])
@@ -222,11 +222,12 @@ class SkipKV(RKV):
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         """Score prompts that end here and rows that have grown by `interval`."""
-        limits = {
-            i: c.request.budget
-            for i, c in enumerate(plan.chunks)
-            if c.ends_prompt and c.request.budget is not None
-        }
+        limits: dict[int, int] = {}
+        for i, c in enumerate(plan.chunks):
+            if c.ends_prompt and c.request.sparse.kv_error is not None:
+                limits[i] = 0
+            elif c.ends_prompt and c.request.budget is not None:
+                limits[i] = c.request.budget
         full: list[int] = []  # rings of hidden states, once they have gone round
         for i in self._growing(plan):
             limits[i] = (plan.chunks[i].request.budget or 0) + self.config.interval - 1
@@ -234,22 +235,25 @@ class SkipKV(RKV):
                 full.append(i)
         if not limits:
             return
+        alike = all(plan.chunks[i].request.sparse.kv_error is None for i in limits)
         steps: list[LayerStep] = []
-        due: list[int] = []
+        due: set[int] = set()
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
-            due = [i for i, limit in limits.items() if max(at.lens(i)) > limit]
-            if not due and not full:
+            here = {i for i, limit in limits.items() if max(at.lens(i)) > limit}
+            if not here and alike and not full:
                 return
+            due = here if alike else due | here
             steps.append(at)
         for i in full if steps else ():
             sums = steps[-1].request_aux(self._sums, i)
             self._add_decoded(sums, steps[-1], i, plan.chunks[i].stop - _HELD)
-        for i in due:
+        for i in sorted(due):
             self._compare(steps[-1], i)
+            budget = plan.chunks[i].request.budget
             for at in steps:
-                self.note(at, i, plan.chunks[i].request.budget or 0)
+                self.note(at, i, plan.chunks[i].stop if budget is None else budget)
             self._repeated.clear()
 
     def _compare(self, last: LayerStep, chunk: int) -> None:

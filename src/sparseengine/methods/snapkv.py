@@ -75,8 +75,13 @@ class SnapKV(EvictionMethod):
 
     name = "snapkv"
     config_class = SnapKVConfig
-    targets_error = True
-    traits = Traits(family="eviction", sharing="chain", takes="retained", query_aware=True)
+    traits = Traits(
+        family="eviction",
+        sharing="chain",
+        takes="retained",
+        query_aware=True,
+        measures="window",
+    )
 
     def aux(self) -> tuple[AuxSpec, ...]:
         # The window is part of the name: instances with other windows may share the cache.

@@ -14,8 +14,10 @@ from sparseengine.core.method import LayerStep, Traits
 from sparseengine.core.plan import Demand, Purpose, StepPlan
 from sparseengine.core.specs import AuxSpec, Per, Ragged
 from sparseengine.methods.allocate import Allocation
-from sparseengine.methods.families import EvictionConfig, EvictionMethod, _Pending
+from sparseengine.methods.error_targets import Target
+from sparseengine.methods.families import EvictionConfig, EvictionMethod
 from sparseengine.methods.knobs import knob
+from sparseengine.methods.pending import Pending
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +71,17 @@ class TOVA(EvictionMethod):
         query_aware=True,
         tp="reduce",
         decode_hooks=True,
+        measures="newest",
     )
 
     def score(self, at: LayerStep, chunk: int) -> Tensor:
         """Attention of the chunk's last query, mean over all heads: fp32 [1, L]."""
         end = at.span(chunk)[1]
         return at.scores(chunk, at.q[end - 1 : end]).mean(0, keepdim=True)
+
+    def masses(self, at: LayerStep, chunk: int) -> Tensor:
+        """The score is the attention itself: fp32 [1, L]."""
+        return self.score(at, chunk)
 
     def aux(self) -> tuple[AuxSpec, ...]:
         return (AuxSpec(name=self.stored_score, per=Per.SLOT, rewritten=True),)
@@ -116,22 +123,25 @@ class TOVA(EvictionMethod):
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         """Scores of all rows that are due, a layer at a time."""
-        due: list[int] | None = None
+        alike = all(c.request.sparse.kv_error is None for c in plan.chunks)
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
-            if due is None:  # rows are alike in all layers
-                lens = [max(at.lens(i)) for i in range(len(plan.chunks))]
-                due = self._due(plan, lens.__getitem__)
-            if not due:
+            lens = [max(at.lens(i)) for i in range(len(plan.chunks))]
+            due = self._due(plan, lens.__getitem__)
+            if not due and alike:
                 return
+            if not due:
+                continue
             part = at.subset(due)
             paid = part.aux(self.stored_score)[part.table()[0].long()]  # [S, G, W, Hs, P]
             scores = paid.sum((1, 3)).flatten(1) / at.spec.q_heads
             for i, row in zip(due, scores, strict=True):
-                request, length = plan.chunks[i].request, lens[i]
-                found = _Pending(row[None, :length], (length,), request.budget or 0)
-                self._pending.setdefault(request.id, {})[at.layer] = found
+                request, found = plan.chunks[i].request, row[None, : lens[i]]
+                error = request.sparse.kv_error
+                target = None if error is None else Target(found, error)
+                pending = Pending(found, (lens[i],), request.budget or 0, target)
+                self._pending.setdefault(request.id, {})[at.layer] = pending
 
     def rescore(self, at: LayerStep) -> Tensor:
         """Attention at the last cut; tokens that came later are above all others."""

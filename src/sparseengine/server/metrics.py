@@ -17,7 +17,9 @@ from prometheus_client.registry import Collector
 
 from sparseengine.async_llm import AsyncLLM
 from sparseengine.engine.messages import Delta
+from sparseengine.engine.record import SparseOutput
 from sparseengine.engine.stats import TOKEN_BOUNDS
+from sparseengine.methods import METHODS
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _TTFT = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -33,7 +35,9 @@ _COUNTERS = {
     "prompt_tokens": "prompt tokens of requests",
     "generation_tokens": "tokens generated",
     "num_preemptions": "requests that were put back to make room",
+    "num_shrinks": "times that a request evicted more to make room",
 }
+_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 _REASONS = ("stop", "length", "abort", "error")
 _PREFIX = "sparseengine:"
 
@@ -62,6 +66,14 @@ class Metrics:
         self._ttft = histogram("time_to_first_token_seconds", "arrival to first token", _TTFT)
         self._itl = histogram("inter_token_latency_seconds", "between two tokens", _SECONDS)
         self._e2e = histogram("e2e_request_latency_seconds", "arrival to the end", _TTFT)
+        self._model = model
+        self._dropped = Histogram(
+            _PREFIX + "kv_dropped_mass",
+            "estimated part of attention that went to evicted tokens, per completion that asked",
+            ["model_name", "method"],
+            registry=self.registry,
+            buckets=_SHARES,
+        )
         self._http = Counter(
             _PREFIX + "http_requests",
             "HTTP answers",
@@ -88,9 +100,17 @@ class Metrics:
             if before is not None:
                 self._itl.observe(max(0.0, at - before))
             state.last[delta.choice] = at
+        if delta.finish_reason is not None and delta.sparse is not None:
+            self._note_dropped(delta.sparse)
         if delta.is_last:
             self._e2e.observe(max(0.0, at - state.arrival))
             del self._running[delta.key]
+
+    def _note_dropped(self, record: SparseOutput) -> None:
+        """A completion counts once, with the mean of its decode steps."""
+        if record.dropped_mass:
+            mean = sum(step.mean for step in record.dropped_mass) / len(record.dropped_mass)
+            self._dropped.labels(self._model, METHODS.canonical(record.method)).observe(mean)
 
     def dropped(self, key: int) -> None:
         """Nobody waits for it any more; does nothing when it has ended."""

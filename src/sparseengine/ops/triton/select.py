@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparseengine.core.view import PackedTable
 
-_HELD_COLUMNS = 1 << 13  # of one row that a program holds in registers
-_BLOCK_W = 4096  # columns that it holds of a longer one
+_HELD_COLUMNS = 1 << 13  # of a row that a program likes to hold in registers
+_MOST_COLUMNS = 1 << 15  # that it can hold
+_BLOCK_W = 4096  # columns that it reads at a time where it cannot hold them
 _BLOCK_K = 256
 
 
@@ -52,30 +53,69 @@ def _pad_tail(out, count, width, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _count_at(key, floor, shift):
+    """How many numbers are at least floor + 1, 2, 3 times 2^shift: counts of 16 bits, two a sum."""
+    one = tl.full([], 1, tl.int32) << shift
+    found = (key >= floor + one).to(tl.int32) + ((key >= floor + 2 * one).to(tl.int32) << 16)
+    total = tl.sum(found, 0)
+    most = tl.sum((key >= floor + 3 * one).to(tl.int32), 0)
+    return total & 0xFFFF, (total >> 16) & 0xFFFF, most
+
+
+@triton.jit
+def _floor_of(key, inside, count):
+    """(floor, how many numbers are above it): with some of those equal to it they are `count`.
+
+    key: -2^31, which no number is, outside. Two bits a round; the last one is that in which a
+    candidate parts exactly `count` numbers from the others. (Sums wrap around at 2^31, which is
+    what they shall do.)
+    """
+    floor = tl.full([], -2147483648, tl.int32)  # below every number
+    above = tl.sum(inside.to(tl.int32), 0)
+    if count >= above:
+        shift = tl.full([], -2, tl.int32)
+    else:
+        shift = tl.full([], 30, tl.int32)
+        above = tl.full([], 0, tl.int32)
+    while shift >= 0:
+        n1, n2, n3 = _count_at(key, floor, shift)
+        digit = (n1 >= count).to(tl.int32) + (n2 >= count).to(tl.int32) + (n3 >= count).to(tl.int32)
+        floor += digit << shift
+        here = tl.where(digit == 3, n3, tl.where(digit == 2, n2, n1))
+        above = tl.where(digit == 2, n3, tl.where(digit == 1, n2, tl.where(digit == 0, n1, above)))
+        shift -= 2
+        if (digit > 0) & (here == count):
+            floor -= 1
+            above = count
+            shift = tl.full([], -2, tl.int32)
+    return floor, above
+
+
+@triton.jit
 def _top_pages_kernel(
-    scores, lens, budgets, out, columns, width, lens_ss, lens_sg, sinks, least,
-    HEADS: tl.constexpr, ROW_PER_HEAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_W: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    scores, ids, lens, budgets, out, columns, given, width, lens_ss, lens_sg, sinks, least,
+    HEADS: tl.constexpr, ROW_PER_HEAD: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
+    GIVEN: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One row: the count-th largest score is found bit by bit, ties by position."""
-    row = tl.program_id(0).to(tl.int64)
+    """The best columns of one part of a row, or of those that `ids` gives; ties by position."""
+    row, part = (tl.program_id(0) // PARTS).to(tl.int64), tl.program_id(0) % PARTS
     span, head = row // HEADS, row % HEADS
     group = head if ROW_PER_HEAD else 0
     used, count = _row_count(lens, budgets, span, group, lens_ss, lens_sg, least, PAGE)
-    w = tl.arange(0, BLOCK_W)
-    key = _ranks(scores + row * columns, w, used, sinks)
+    w = part * BLOCK_W + tl.arange(0, BLOCK_W)
     inside = w < used
-    least_key = tl.full([], -2147483648, tl.int64)
-    for i in range(32):
-        candidate = least_key + (tl.full([], 1, tl.int64) << (31 - i))
-        enough = tl.sum((inside & (key >= candidate)).to(tl.int32), 0) >= count
-        least_key = tl.where(enough, candidate, least_key)
-    above = inside & (key > least_key)
-    ties = inside & (key == least_key)
-    room = count - tl.sum(above.to(tl.int32), 0)
-    chosen = above | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= room))
+    if GIVEN:
+        w = tl.load(ids + row * given + w, mask=w < given, other=-1)
+        inside = w >= 0
+    key = _ranks(scores + row * columns, tl.where(inside, w, used), used, sinks)
+    key = tl.where(inside, key, -2147483648)
+    count = tl.minimum(count, tl.sum(inside.to(tl.int32), 0))
+    floor, above = _floor_of(key, inside, count)
+    ties = inside & (key == floor)
+    chosen = inside & (key > floor)
+    chosen = chosen | (ties & (tl.cumsum(ties.to(tl.int32), 0) <= count - above))
     place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    out += row * width
+    out += (row * PARTS + part) * width
     tl.store(out + place, w, mask=chosen & (place < width))
     _pad_tail(out, count, width, BLOCK_K)
 
@@ -146,19 +186,39 @@ def top_pages(
     least: int,
     width: int,
 ) -> Tensor:
-    """See the twin."""
+    """See the twin. Long rows are cut, and the best of the parts' best are taken."""
     spans, heads, columns = scores.shape
-    out = torch.empty(spans, heads, width, dtype=torch.int32, device=scores.device)
-    if out.numel():
-        held = columns <= _HELD_COLUMNS
-        block = max(16, int(triton.next_power_of_2(columns))) if held else _BLOCK_W
-        kernel = _top_pages_kernel if held else _top_columns_kernel
-        kernel[(spans * heads,)](
-            scores.contiguous(), lens, budgets.contiguous(), out, columns, width,
-            *lens.stride(), sinks, least, HEADS=heads, ROW_PER_HEAD=lens.shape[1] > 1,
-            PAGE=page_size, BLOCK_W=block, BLOCK_K=_BLOCK_K,
-            num_warps=max(1, min(16, block // 256)),
+    rows = spans * heads
+    if rows * width == 0:
+        return torch.empty(spans, heads, width, dtype=torch.int32, device=scores.device)
+    scores, budgets = scores.contiguous(), budgets.contiguous()
+    limits = (*lens.stride(), sinks, least)
+    shape = {"HEADS": heads, "ROW_PER_HEAD": lens.shape[1] > 1, "PAGE": page_size}
+
+    def launch(given: Tensor | None, parts: int, block: int) -> Tensor:
+        out = torch.empty(rows, parts * width, dtype=torch.int32, device=scores.device)
+        _top_pages_kernel[(rows * parts,)](
+            scores, given, lens, budgets, out, columns, 0 if given is None else given.shape[1],
+            width, *limits, **shape, PARTS=parts, GIVEN=given is not None, BLOCK_W=block,
+            BLOCK_K=_BLOCK_K, num_warps=max(1, min(32, block // 1024)),
         )  # fmt: skip
+        return out
+
+    given, left = None, columns
+    # A cut leaves at most half of what it was given.
+    part = max(_HELD_COLUMNS, int(triton.next_power_of_2(2 * width)))
+    while left > part and part <= _MOST_COLUMNS:
+        given = launch(given, triton.cdiv(left, part), part)
+        left = given.shape[1]
+    if left <= _MOST_COLUMNS:
+        return launch(given, 1, max(16, int(triton.next_power_of_2(left)))).view(
+            spans, heads, width
+        )
+    out = torch.empty(spans, heads, width, dtype=torch.int32, device=scores.device)
+    _top_columns_kernel[(rows,)](
+        scores, lens, budgets, out, columns, width, *limits, **shape,
+        BLOCK_W=_BLOCK_W, BLOCK_K=_BLOCK_K, num_warps=max(1, min(16, _BLOCK_W // 256)),
+    )  # fmt: skip
     return out
 
 

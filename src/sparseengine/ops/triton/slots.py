@@ -27,7 +27,7 @@ from sparseengine.ops.triton.launch import (
 )
 from sparseengine.ops.triton.scores import channel_block, key_tile, query_tile, wide_products
 
-_WALK = Tuning(keys=64)
+_TILE_BYTES = 1 << 14  # of keys: narrow ones, such as labels, are read many at a time
 _LOG2E = 1.4426950408889634
 _VARYING = [
     "first_row", "table_ss", "table_sg", "lens_ss", "lens_sg", "width", "splits", "split_tokens",
@@ -211,7 +211,8 @@ def _launch(q: Tensor, k_pool: Tensor, table: Tensor | PackedTable, lens: Tensor
     longest = keys.longest(1 << 62)
     splits, _ = plan_splits(spans * kv_heads, longest, multiprocessors(q.device))
     row_bytes = channel_block(dim) * k_pool.element_size()
-    tuning = _WALK.fitted(row_bytes, shared_memory_bytes(q.device))
+    keys_held = max(64, min(256, _TILE_BYTES // row_bytes))
+    tuning = Tuning(keys=keys_held).fitted(row_bytes, shared_memory_bytes(q.device))
     tokens = triton.cdiv(triton.cdiv(longest, splits), tuning.keys) * tuning.keys
     return _Launch(
         grid=(spans * kv_heads, max(1, triton.cdiv(longest, max(tokens, 1)))),
