@@ -194,6 +194,8 @@ def test_rows_are_cut_between_replays(
     [
         ("tova", {}),
         ("tova", {"burst": 6, "sink": 2}),
+        ("tova", {"burst": 2, "kv_error": 0.2}),
+        ("rkv", {"interval": 3, "kv_error": 0.2}),
         ("rkv", {"interval": 1, "window": 3}),
         ("rkv", {"interval": 7, "allocate": "adakv"}),
         ("skipkv", {"interval": 1, "segment": 5, "likeness": -1.0}),
@@ -207,7 +209,7 @@ def test_replays_keep_what_eager_steps_keep(
     folder: Path, method: str, knobs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut by cut, with siblings, requests that are never cut, and rows that are cut first later."""
-    own = {k: v for k, v in knobs.items() if not k.startswith("allocate")}
+    own = {k: v for k, v in knobs.items() if k not in ("allocate", "kv_error")}
     sparse = [SparseParams(method, budget=b, **knobs) for b in (24, 98, 40, 1000, 64)]
     sampling = SamplingParams(temperature=0, n=2, max_tokens=40, ignore_eos=True)
     apply, cuts = PagedCache.apply, []
