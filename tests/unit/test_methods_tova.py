@@ -150,8 +150,8 @@ def test_demand_is_what_rows_reach(burst: int) -> None:
 def test_the_row_is_one_per_layer_and_knobs_are_checked() -> None:
     method = make(toy_spec("ff"), "tova")
     assert [g.ragged for g in method.cache_plan()] == [Ragged.LAYER]
-    assert [a.name for a in method.cache_plan()[0].aux] == ["eviction_score"]
-    assert not method.traits.graph_safe
+    assert [a.name for a in method.cache_plan()[0].aux] == ["newest_attention"]
+    assert method.traits.graph_safe
     for wrong in ({"burst": -1}, {"preset": "nothing"}, {"window": 3}):
         with pytest.raises(RequestError):
             make(toy_spec("ff"), "tova", **wrong)

@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseengine import ops
 from sparseengine.cache import compact
 from sparseengine.cache.digests import Digests
+from sparseengine.cache.facts import RequestFacts
 from sparseengine.cache.group import GroupCache
 from sparseengine.cache.memory import CacheBytes, bundle_bytes, pools_of, split_pages
 from sparseengine.cache.plan import geometry
@@ -20,7 +21,7 @@ from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
 from sparseengine.cache.tables import Ints
-from sparseengine.cache.tensors import StepTensors, Tokens, upload, upload_into
+from sparseengine.cache.tensors import StepTensors, Tokens
 from sparseengine.core.cache import PrefixHit, Usage
 from sparseengine.core.method import SealedPages
 from sparseengine.core.plan import Purpose, Request, StepPlan
@@ -73,6 +74,7 @@ class PagedCache:
         ]
         self._group_of = {layer: g for g in self.groups for layer in g.geo.group.layers}
         self._sides = RequestSides(model, groups, device=self.device)
+        self._facts = RequestFacts(self._sides, self.device)
         self._digests = Digests(self.groups)
         self._slot_of: dict[int, int] = {}
         self._idle_slots: list[int] = []
@@ -83,7 +85,6 @@ class PagedCache:
         self._starts: tuple[int, ...] = (0,)
         self._num_single = self._max_q = 0
         self._tokens = Tokens(np.zeros(0, np.int64), self.device)
-        self._budgets: Tensor | None = None
 
     # ── room ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,7 +234,8 @@ class PagedCache:
         self._begin(plan, chunks)
 
     def _begin(self, plan: StepPlan, tokens: Tokens) -> None:
-        self._plan, self._tokens, self._budgets = plan, tokens, None
+        self._plan, self._tokens = plan, tokens
+        self._facts.begin(plan)
         self._starts = tuple(tokens.starts.tolist())
         several = np.flatnonzero(tokens.counts != 1)
         self._num_single = int(several[0]) if several.size else tokens.counts.size
@@ -243,22 +245,20 @@ class PagedCache:
 
     def make_static(self, max_rows: int) -> None:
         """Room at fixed addresses for captured decode steps of up to `max_rows` requests."""
-        self._static_budgets = torch.zeros(2, max_rows, dtype=torch.int32, device=self.device)
+        self._facts.make_static(max_rows)
         self._static_cu_q = torch.arange(max_rows + 1, dtype=torch.int32, device=self.device)
         for g in self.groups:
             g.make_static(max_rows)
 
     def load_static(self, bucket: int) -> None:
         """Bring the reserved step, which must be of decodes only, to those addresses."""
-        budgets = _budgets(self._current_plan())
-        budgets = np.pad(budgets, ((0, 0), (0, bucket - budgets.shape[1])))
-        upload_into(self._static_budgets[:, :bucket], budgets)
+        self._facts.load_static(bucket)
         for g in self.groups:
             g.load_static(bucket)
 
     def clear_static(self, bucket: int, budget: int | None) -> None:
         """Every row is one token of the trash page, every budget the given one."""
-        self._static_budgets[:, :bucket] = budget or 0
+        self._facts.clear_static(bucket, budget)
         for g in self.groups:
             g.clear_static(bucket)
 
@@ -271,11 +271,11 @@ class PagedCache:
         host code is told.
         """
         bucket = len(plan.chunks)
-        before = self._plan, self._tokens, self._budgets
+        before = self._plan, self._tokens
         steps = [g.swap_step(None) for g in self.groups]
         self._begin(plan, Tokens(np.ones(bucket, np.int64), self.device))
         self._tokens.place(self._static_cu_q[: bucket + 1])
-        self._budgets = self._static_budgets[:, :bucket]
+        self._facts.use_static(bucket)
         try:
             for g in self.groups:
                 g.use_static(bucket, max_len, host_len)
@@ -285,7 +285,6 @@ class PagedCache:
                 g.swap_step(step)
             if before[0] is not None:
                 self._begin(before[0], before[1])
-            self._budgets = before[2]
 
     def longest_rows(self) -> Ints:
         """int32 [S]: the longest row of each chunk of the reserved step, outside WINDOW layers."""
@@ -296,13 +295,7 @@ class PagedCache:
     @property
     def static_version(self) -> int:
         """Changes when an address that captured graphs hold has changed."""
-        return sum(g.arena_moves for g in self.groups)
-
-    def budgets(self) -> Tensor:
-        """int32 [2, S]: the budget of each chunk's request, 0 for none; 1 if it outgrows it."""
-        if self._budgets is None:
-            self._budgets = upload(_budgets(self._current_plan()), self.device)
-        return self._budgets
+        return sum(g.arena_moves for g in self.groups) + self._sides.ring_moves
 
     def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:
         """Raise `CapacityError` unless every pool has the bundles that its groups need."""
@@ -365,9 +358,9 @@ class PagedCache:
             plan,
             range(len(plan.chunks)),
             (q, k, v),
-            self._sides.aux,
+            self._sides,
             self._starts,
-            self.budgets,
+            self._facts,
         )
 
     def stored_step(self, layer: int) -> LayerView:
@@ -472,7 +465,7 @@ class PagedCache:
         parts = [g.bytes() for g in self.groups]
         return CacheBytes(
             payload=sum(p.payload_bytes() for p in self.pools),
-            aux=sum(p.aux for p in parts) + sum(self._sides.bytes(r) for r in self._slot_of),
+            aux=sum(p.aux for p in parts) + self._sides.total_bytes(),
             tables=sum(p.tables for p in parts)
             + sum(p.bookkeeping_bytes() for p in self.pools)
             + self._digests.bytes(),
@@ -491,10 +484,3 @@ class PagedCache:
             mine = [g for g in self.groups if g.pool is pool]
             both = ((g.owned(slots), self._digests.owned(g, slots)) for g in mine)
             pool.check([np.concatenate(pages) for pages in both])
-
-
-def _budgets(plan: StepPlan) -> Ints:
-    """What `PagedCache.budgets` returns, on the host."""
-    requests = [c.request for c in plan.chunks]
-    both = [[r.budget or 0 for r in requests], [r.outgrows_budget for r in requests]]
-    return np.array(both, np.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from sparseengine import ops
+from sparseengine.cache.facts import RequestFacts
 from sparseengine.cache.group import GroupCache
+from sparseengine.cache.sides import RequestSides
 from sparseengine.core.plan import StepPlan
 from sparseengine.core.specs import LayerKind, LayerSpec
 from sparseengine.core.view import PackedTable
-
-RequestAux = Callable[[int, int, str], Tensor]  # (request id, layer, name)
 
 
 class LayerView:
@@ -33,15 +33,15 @@ class LayerView:
         plan: StepPlan,
         chunks: Sequence[int],
         qkv: tuple[Tensor, Tensor, Tensor],
-        request_aux: RequestAux,
+        sides: RequestSides,
         starts: tuple[int, ...],
-        budgets: Callable[[], Tensor],
+        facts: RequestFacts,
     ) -> None:
         self.layer, self.spec, self.plan = layer, spec, plan
         self.q, self.k, self.v = qkv
-        self._group, self._chunks, self._request_aux = group, tuple(chunks), request_aux
+        self._group, self._chunks, self._sides = group, tuple(chunks), sides
         self._rows = group.geo.layer_rows(layer)
-        self._budgets = budgets
+        self._facts = facts
         self._starts = starts  # first token of each chunk in q, k, v, and their number
 
     @property
@@ -66,9 +66,9 @@ class LayerView:
             StepPlan(tuple(self.plan.chunks[c] for c in chunks), self.plan.preempted),
             [self._chunks[c] for c in chunks],
             (q, k, v),
-            self._request_aux,
+            self._sides,
             tuple(accumulate(lengths, initial=0)),
-            self._budgets,
+            self._facts,
         )
 
     def span(self, chunk: int) -> tuple[int, int]:
@@ -79,21 +79,24 @@ class LayerView:
         return tuple(int(n) for n in host[self._chunks[chunk], self._rows])
 
     def budgets(self) -> Tensor:
-        spans = _runs([(c, c + 1) for c in self._chunks])
-        return _take(self._budgets()[0], spans)
+        return _take(self._facts.budgets()[0], self._spans())
 
     def table(self) -> tuple[Tensor, Tensor]:
         step = self._group.current()
-        spans = _runs([(c, c + 1) for c in self._chunks])
+        spans = self._spans()
         table, lens = step.table(self._rows), step.lens[:, self._rows]
         return _take(table, spans), _take(lens, spans)
 
     def packed(self) -> tuple[PackedTable, Tensor]:
         step = self._group.current()
-        spans = _runs([(c, c + 1) for c in self._chunks])
+        spans = self._spans()
         table, lens = step.packed(self._rows), step.lens[:, self._rows]
         base, width = _take(table.base, spans), _take(table.width, spans)
         return replace(table, base=base, width=width), _take(lens, spans)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """Where this step's chunks are among those of the whole step."""
+        return _runs([(c, c + 1) for c in self._chunks])
 
     def _row(self, chunk: int) -> tuple[Tensor, Tensor]:
         """(int32 [G, W] table, int32 [G] lengths) of one chunk."""
@@ -109,7 +112,12 @@ class LayerView:
         raise AssertionError(f"layer {self.layer} has no pool side tensor {name!r}; it has {known}")
 
     def request_aux(self, name: str, chunk: int) -> Tensor:
-        return self._request_aux(self.plan.chunks[chunk].request.id, self.layer, name)
+        return self._sides.aux(self.plan.chunks[chunk].request.id, self.layer, name)
+
+    def push(self, name: str, value: Tensor) -> None:
+        pool = self._sides.rings(self.layer, name)  # [slots, w, ...]
+        slots, position = (_take(fact, self._spans()) for fact in self._facts.rings())
+        pool[slots, position % pool.shape[1]] = value.to(pool.dtype)
 
     def _pool(self, name: str) -> Tensor:
         if name not in ("keys", "values"):
@@ -158,7 +166,7 @@ class LayerView:
             if planned.request.outgrows_budget:
                 self._group.own(chunk)
         table, lens = self.packed()
-        outgrows = _take(self._budgets()[1], _runs([(c, c + 1) for c in self._chunks]))
+        outgrows = _take(self._facts.budgets()[1], self._spans())
         ops.add_mass(
             self.q,
             self._pool("keys"),

@@ -121,6 +121,14 @@ class LayerStep(Protocol):
         """A Per.REQUEST side tensor of a chunk's request at this layer; write into it in place."""
         ...
 
+    def push(self, name: str, value: Tensor) -> None:
+        """value [S, ...] of chunks of one token each goes into their requests' rings.
+
+        name: of a Per.REQUEST tensor declared as `ring`. Requests whose tensor was never asked for
+        are left out. Device work of static shapes.
+        """
+        ...
+
     def gather(self, name: str, chunk: int, *, first: int | None = None) -> Tensor:
         """A per-slot tensor in row order, [Hkv, Lmax, ...]; "keys", "values" or a SLOT aux name.
 

@@ -121,6 +121,8 @@ class AuxSpec:
     `shape` holds LayerSpec field names or integers, so that one spec fits every group. SLOT and
     PAGE tensors live per *head page*: do not list kv_heads. REQUEST tensors live per (request,
     layer); `lifetime="prefill"` ones are dropped when the prompt's last chunk has been handled.
+    ring: a REQUEST tensor [w, ...] of what belongs to the newest w tokens, that of position p at
+    index p modulo w; captured steps may `push` into it, for those of all requests lie together.
     rewritten: entries of a SLOT tensor change in later steps too. A request that writes it owns its
     pages from then on: in its next step it copies those that it shares with a fork.
     """
@@ -131,6 +133,7 @@ class AuxSpec:
     dtype: torch.dtype = torch.float32
     lifetime: Literal["request", "prefill"] = "request"
     rewritten: bool = False
+    ring: bool = False
 
     def dims(self, layer: LayerSpec) -> tuple[int, ...]:
         return tuple(d if isinstance(d, int) else int(getattr(layer, d)) for d in self.shape)

@@ -31,6 +31,7 @@ from sparseengine.engine.model import Model
 from sparseengine.engine.pending import Pending, fill_unknown
 from sparseengine.engine.sampling import Draws
 
+MAX_GRAPHS = 64  # beside those of `warm_up`; the least recently used ones are dropped
 _FIRST_LEN = 4096
 _GONE = object()
 _LEN_GROWTH = 2  # row lengths are bucketed by powers of this
@@ -87,7 +88,11 @@ def len_buckets(limit: int) -> list[int]:
 
 
 class DecodeGraphs:
-    """Captures decode steps, replays them, and says which steps it can take."""
+    """Captures decode steps, replays them, and says which steps it can take.
+
+    Budgets, row lengths and ways to sample make graphs of their own, so that their number is
+    bounded (`MAX_GRAPHS`): a client that names ever new budgets pays for captures, not with memory.
+    """
 
     def __init__(
         self,
@@ -186,7 +191,17 @@ class DecodeGraphs:
                 del self._graphs[stale]
             owner = ref(self.methods[key.method]) if key.method else None
             self._graphs[key] = self._record(key)._replace(owner=owner)
-        return self._graphs[key]
+            # The device has waited before it captured: what is dropped does not run. Its memory
+            # goes back to the pool that all captures share.
+            others = [k for k in self._graphs if not self._is_lasting(k)]
+            for oldest in others[:-MAX_GRAPHS]:
+                del self._graphs[oldest]
+        found = self._graphs[key] = self._graphs.pop(key)  # the newest is last
+        return found
+
+    def _is_lasting(self, key: Key) -> bool:
+        """Whether it is one of `warm_up`, of which there are no more than buckets."""
+        return key == Key(key.rows, self.lens[0], "", None)
 
     def _is_current(self, key: Key) -> bool:
         """Whether the instance that was captured is the one that runs now."""

@@ -40,7 +40,6 @@ class BurstEviction(EvictionMethod):
         takes="retained",
         query_aware=True,
         decode_hooks=True,
-        graph_safe=False,
     )
 
     def can_cut(self, request: Request) -> bool:
@@ -53,8 +52,9 @@ class BurstEviction(EvictionMethod):
         """Whether its tokens need be watched: a prompt that an error target cuts, too."""
         return self.can_cut(request) or request.sparse.kv_error is not None
 
-    def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
-        return not self.config.interval or not any(self.can_cut(c.request) for c in plan.chunks)
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        """One graph for all budgets: it watches, and `weigh` looks at the rows afterwards."""
+        return 0 if self.layers and self._growing(plan) else None
 
     def observe(self, at: LayerStep) -> None:
         super().observe(at)  # chunks of prompts
@@ -71,9 +71,8 @@ class BurstEviction(EvictionMethod):
         return [i for i, c in enumerate(decodes) if self.can_cut(c.request)]
 
     def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
-        """`watch` for chunks of one token each."""
-        for i in chunks:
-            self.watch(at, i)
+        """`watch` for chunks of one token each: device work of static shapes, all rows at once."""
+        raise NotImplementedError
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
         """Score the rows that have grown by `interval`; alike in all layers but by an error."""

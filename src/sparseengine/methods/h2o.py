@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep
-from sparseengine.core.plan import Purpose, StepPlan
+from sparseengine.core.plan import Purpose
 from sparseengine.core.specs import AuxSpec, Per
 from sparseengine.methods.budgets import protect, split_protected, top_mask
 from sparseengine.methods.bursts import BurstConfig, BurstEviction
@@ -78,7 +78,7 @@ class H2O(BurstEviction):
 
     name = "h2o"
     config_class = H2OConfig
-    traits = replace(BurstEviction.traits, scores="mass", graph_safe=True, measures="all")
+    traits = replace(BurstEviction.traits, scores="mass", measures="all")
 
     def aux(self) -> tuple[AuxSpec, ...]:
         names = (_MASS, _SEEN) if self.config.average else (_MASS,)
@@ -138,10 +138,6 @@ class H2O(BurstEviction):
         """The same for one query per row, all rows at once."""
         seen = _SEEN if self.config.average else None
         at.subset(chunks).add_attention(_MASS, seen, self.config.decay)
-
-    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
-        """One graph for all budgets: it gathers, and `weigh` looks at the sums afterwards."""
-        return 0 if self.layers and self._growing(plan) else None
 
     @staticmethod
     def _tiles(count: int, length: int, group: int) -> list[tuple[int, int]]:

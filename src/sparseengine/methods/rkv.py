@@ -79,7 +79,8 @@ class RKV(BurstEviction):
     def aux(self) -> tuple[AuxSpec, ...]:
         # The window is part of the name: instances with other windows may share the cache.
         shape = (self.config.window, "q_heads", "head_dim")
-        return (AuxSpec(name=self._ring, per=Per.REQUEST, shape=shape, dtype=self.model.dtype),)
+        dtype = self.model.dtype
+        return (AuxSpec(name=self._ring, per=Per.REQUEST, shape=shape, dtype=dtype, ring=True),)
 
     @property
     def _ring(self) -> str:
@@ -89,20 +90,26 @@ class RKV(BurstEviction):
         return split_protected(budget, self.config.sink, self.config.window)
 
     def watch(self, at: LayerStep, chunk: int) -> None:
-        """Shift this chunk's queries into the ring, newest last."""
-        if not self.is_watched(at.plan.chunks[chunk].request):
+        """Put this chunk's newest queries into the ring: that of position p at p modulo window."""
+        now = at.plan.chunks[chunk]
+        if not self.is_watched(now.request):
             return
         lo, hi = at.span(chunk)
         ring = at.request_aux(self._ring, chunk)  # [w, Hq, D]
-        new = at.q[max(lo, hi - self.config.window) : hi]
-        if len(new) < len(ring):
-            new = torch.cat((ring[len(new) :], new))
-        ring.copy_(new)
+        new = at.q[max(lo, hi - len(ring)) : hi]
+        first = (now.stop - len(new)) % len(ring)
+        ring[first : first + len(new)] = new[: len(ring) - first]
+        ring[: max(0, first + len(new) - len(ring))] = new[len(ring) - first :]
+
+    def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
+        part = at.subset(chunks)
+        part.push(self._ring, part.q)
 
     def masses(self, at: LayerStep, chunk: int) -> Tensor:
         """Attention of the window's queries, mean over them and a head's group: fp32 [Hkv, L]."""
-        seen = min(self.config.window, at.plan.chunks[chunk].stop)
-        queries = at.request_aux(self._ring, chunk)[-seen:]
+        stop, ring = at.plan.chunks[chunk].stop, at.request_aux(self._ring, chunk)
+        seen = min(len(ring), stop)
+        queries = ring.roll(-(stop % len(ring)), 0)[-seen:]
         found: Tensor = at.scores(chunk, queries) / seen
         return found.view(at.spec.kv_heads, at.spec.group_size, -1).mean(1)
 
@@ -125,10 +132,12 @@ class RKV(BurstEviction):
 
     def _importance(self, at: LayerStep, chunk: int, keys: Tensor, heads: list[int]) -> Tensor:
         """Pooled mean attention of the window's queries on older keys [H, L, D] of some heads."""
-        seen = min(self.config.window, at.plan.chunks[chunk].stop)
+        stop, ring = at.plan.chunks[chunk].stop, at.request_aux(self._ring, chunk)
+        seen = min(len(ring), stop)
         keys = keys if keys.element_size() == 8 else keys.float()
         mean = keys.new_zeros(keys.shape[:2])
-        for query in at.request_aux(self._ring, chunk)[-seen:].to(keys.dtype):  # one at a time
+        for position in range(stop - seen, stop):  # one query at a time
+            query = ring[position % len(ring)].to(keys.dtype)
             grouped = query.view(at.spec.kv_heads, -1, query.shape[-1])[heads]  # [H, g, D]
             logits = grouped @ keys.mT * at.spec.softmax_scale
             if at.spec.softcap:

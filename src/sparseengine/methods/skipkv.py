@@ -22,7 +22,8 @@ from sparseengine.methods.knobs import knob
 from sparseengine.methods.rkv import RKV, RKVConfig
 from sparseengine.methods.sentences import Sentences
 
-_POSITION = "token_position"
+_POSITION, _HIDDEN = "token_position", "newest_hidden"
+_HELD = 32  # decoded tokens whose hidden states wait to be added to their sentences
 _MARKS = (".", "?", "!", "\n\n", "。", "？", "！")
 _RANK_STEP = 8.0  # more than all that scores of tokens can differ by
 
@@ -81,9 +82,9 @@ class SkipKV(RKV):
     `window` tokens stay, and so do sinks. Of the text, the prompt included, the newest `sentences`
     sentences are compared; the others are never called repeated.
 
-    Costs: R-KV's; hidden_size * 4 bytes per compared sentence and request; 4 bytes per token and KV
-    head for positions. Each step waits for the tokens of the one before: sentences are found by
-    reading them.
+    Costs: R-KV's; hidden_size * 4 bytes per compared sentence and request, and the hidden states of
+    32 tokens; 4 bytes per token and KV head for positions. Each step waits for the tokens of the
+    one before: sentences are found by reading them.
 
     Deviations: there is no code of the authors. importance = 0.91 is their weight of 0.1 for
     redundancy, scaled; redundancy is over the whole row as in R-KV, not over 64 tokens; rows are
@@ -126,6 +127,10 @@ class SkipKV(RKV):
             shape=(self.config.sentences, self.model.hidden_size),
             dtype=wide,
         )
+        shape = (_HELD, self.model.hidden_size)
+        held = AuxSpec(
+            name=_HIDDEN, per=Per.REQUEST, shape=shape, dtype=self.model.dtype, ring=True
+        )
         for group in super().cache_plan():
             last = self.layers[-1] if self.layers else None
             if last not in group.layers:
@@ -133,7 +138,7 @@ class SkipKV(RKV):
                 continue
             rest = tuple(i for i in group.layers if i != last)
             groups.extend([replace(group, layers=rest)] if rest else [])
-            groups.append(replace(group, layers=(last,), aux=(*group.aux, sums)))
+            groups.append(replace(group, layers=(last,), aux=(*group.aux, sums, held)))
         return tuple(groups)
 
     # ── what sentences say ───────────────────────────────────────────────────────────────────────
@@ -148,37 +153,52 @@ class SkipKV(RKV):
         text.extend(request.tokens, stop)
         return text
 
-    def _listens(self, chunk: Chunk) -> bool:
-        return chunk.purpose is not Purpose.REPLAY and self.is_watched(chunk.request)
-
     def layer_end(self, at: LayerStep, hidden: Tensor) -> None:
-        """Add what each token says to its sentence."""
+        """Add what each token says to its sentence; decoded tokens are added a few at a time."""
         if not self.layers or at.layer != self.layers[-1] or not self.config.penalty:
             return
+        decodes = self._growing(at.plan)
+        if decodes:
+            said = torch.stack([hidden[i] for i in decodes])
+            at.subset(decodes).push(_HIDDEN, said)
         for i, chunk in enumerate(at.plan.chunks):
-            if self._listens(chunk):
+            if chunk.purpose is Purpose.PREFILL and self.is_watched(chunk.request):
                 lo, hi = at.span(i)
-                sums = at.request_aux(self._sums, i)
-                self._add(sums, self._text(chunk.request, chunk.stop), chunk, hidden[lo:hi])
+                sums, text = at.request_aux(self._sums, i), self._text(chunk.request, chunk.stop)
+                self._add(sums, text, chunk.start, hidden[lo:hi])
 
-    def _add(self, sums: Tensor, text: Sentences, chunk: Chunk, hidden: Tensor) -> None:
-        """sums [S, hidden]: a ring by sentence; those that begin in the chunk start from zero."""
-        first, last = text.at(chunk.start), text.at(chunk.stop - 1)
+    def _add_decoded(self, sums: Tensor, last: LayerStep, chunk: int, start: int) -> None:
+        """Add the decoded tokens from a position on, at most the ring's."""
+        now = last.plan.chunks[chunk]
+        start = max(start, now.request.prompt_len)
+        if start >= now.stop:
+            return
+        first = start % _HELD  # they do not wrap around: `start` is in the newest block
+        held = last.request_aux(_HIDDEN, chunk)[first : first + now.stop - start]
+        self._add(sums, self._text(now.request, now.stop), start, held)
+
+    def _add(self, sums: Tensor, text: Sentences, start: int, hidden: Tensor) -> None:
+        """sums [S, hidden]: a ring by sentence; those that begin in this run start from zero.
+
+        hidden [T, hidden]: of the tokens from position `start` on.
+        """
+        stop = start + len(hidden)
+        first, last = text.at(start), text.at(stop - 1)
         first = max(first, last + 1 - len(sums))
         begins = text.starts[first]
-        part = hidden[max(0, begins - chunk.start) :].to(sums.dtype)
+        part = hidden[max(0, begins - start) :].to(sums.dtype)
         if len(part) == 1:
             row = sums[first % len(sums)]
-            if begins == chunk.start:
+            if begins == start:
                 row.zero_()
             row.add_(part[0])
             return
         starts = np.array(text.starts[first : last + 1], np.int64)
-        position = np.arange(chunk.stop - len(part), chunk.stop)
+        position = np.arange(stop - len(part), stop)
         owner = np.searchsorted(starts, position, side="right") - 1
         spoke = owner == np.arange(len(starts))[:, None]  # [n, T]
         rows = upload(np.arange(first, last + 1) % len(sums), sums.device)
-        left = upload((starts < chunk.start).astype(np.float32), sums.device).to(sums.dtype)
+        left = upload((starts < start).astype(np.float32), sums.device).to(sums.dtype)
         said = upload(spoke.astype(np.float32), sums.device).to(sums.dtype) @ part
         sums[rows] = sums[rows] * left[:, None] + said
 
@@ -208,8 +228,11 @@ class SkipKV(RKV):
                 limits[i] = 0
             elif c.ends_prompt and c.request.budget is not None:
                 limits[i] = c.request.budget
+        full: list[int] = []  # rings of hidden states, once they have gone round
         for i in self._growing(plan):
             limits[i] = (plan.chunks[i].request.budget or 0) + self.config.interval - 1
+            if self.config.penalty and plan.chunks[i].stop % _HELD == 0:
+                full.append(i)
         if not limits:
             return
         alike = all(plan.chunks[i].request.sparse.kv_error is None for i in limits)
@@ -219,10 +242,13 @@ class SkipKV(RKV):
             if not self.acts_on(at.layer):
                 continue
             here = {i for i, limit in limits.items() if max(at.lens(i)) > limit}
-            if not here and alike:
+            if not here and alike and not full:
                 return
             due = here if alike else due | here
             steps.append(at)
+        for i in full if steps else ():
+            sums = steps[-1].request_aux(self._sums, i)
+            self._add_decoded(sums, steps[-1], i, plan.chunks[i].stop - _HELD)
         for i in sorted(due):
             self._compare(steps[-1], i)
             budget = plan.chunks[i].request.budget
@@ -231,10 +257,12 @@ class SkipKV(RKV):
             self._repeated.clear()
 
     def _compare(self, last: LayerStep, chunk: int) -> None:
-        request, stop = last.plan.chunks[chunk].request, last.plan.chunks[chunk].stop
         if self.config.penalty:
-            sums = last.request_aux(self._sums, chunk)
-            self._repeated[request.id] = self._likeness(sums, self._text(request, stop))
+            now = last.plan.chunks[chunk]
+            sums = last.request_aux(self._sums, chunk).clone()
+            self._add_decoded(sums, last, chunk, now.stop - now.stop % _HELD)
+            text = self._text(now.request, now.stop)
+            self._repeated[now.request.id] = self._likeness(sums, text)
 
     def shrink(
         self, request: Request, target_tokens: int, rows: Sequence[LayerStep]

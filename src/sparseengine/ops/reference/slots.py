@@ -92,5 +92,5 @@ def _gather_more(
     pool: Tensor, at: tuple[Tensor, ...], live: Tensor, left: float, more: Tensor
 ) -> None:
     """pool[at] * left + more where live. Elsewhere nothing is added, for `at` may be anyone's."""
-    change = pool[at] * (left - 1) + more
-    pool.index_put_(at, torch.where(live, change, 0.0).to(pool.dtype), accumulate=True)
+    where = tuple(index.expand(live.shape)[live] for index in at)
+    pool[where] = (pool[where] * left + more[live]).to(pool.dtype)
