@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from sparseengine.core.method import LayerStep
-from sparseengine.core.plan import Request
+from sparseengine.core.plan import Request, StepPlan
 from sparseengine.core.specs import ModelSpec
 from sparseengine.methods.bursts import INTERVAL_DOC, BurstEviction
 from sparseengine.methods.families import EvictionConfig, EvictionMethod
@@ -63,6 +63,10 @@ class KeyDiff(BurstEviction):
 
     def watch_decodes(self, at: LayerStep, chunks: list[int]) -> None:
         """Nothing: stored keys are all it looks at."""
+
+    def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
+        """None: nothing happens within a step."""
+        return None
 
     def can_shrink(self, request: Request) -> bool:
         return True
