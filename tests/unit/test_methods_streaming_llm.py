@@ -336,6 +336,29 @@ def test_any_request_may_ask_for_it_and_records_tell_positions_of_the_text(llm: 
     assert siblings == [list(again[0].outputs[0].token_ids)] * 2
 
 
+def test_digests_go_with_it_and_rows_of_heads_are_shared_by_siblings(tmp_path: Path) -> None:
+    """Beside a method whose heads have rows of their own; all pages come back."""
+    folder = save_checkpoint(tmp_path, num_hidden_layers=2)
+    ids = {"prompt_token_ids": [4 + i * i % 40 for i in range(50)]}
+    sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, n=2)
+    knobs: dict[str, Any] = {"budget": 40, "block_tokens": 0, "pos_shift": True}
+    found = []
+    for methods in ([NAME], [NAME, "snapkv"]):
+        options: dict[str, Any] = {"enable_methods": methods, "attention_backend": "reference"}
+        with LLM(
+            str(folder), max_model_len=128, num_gpu_blocks_override=99, quiet=True, **options
+        ) as opened:
+            sparse = SparseParams(NAME, dropped_mass=True, compensate=True, **knobs)
+            outs = opened.generate([ids], sampling, sparse, use_tqdm=False)[0].outputs
+            assert [o.token_ids for o in outs[1:]] == [outs[0].token_ids]
+            assert outs[0].sparse is not None
+            assert all(0 < m.mean < 1 for m in outs[0].sparse.dropped_mass)
+            cache = opened.engine.scheduler.cache
+            assert cache.free_pages() == cache.total_pages()
+            found.append(list(outs[0].token_ids))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("preset", ["paper", "authors"])
 def test_presets_number_what_is_in_the_cache(preset: str) -> None:
     config = make(toy_spec("ff"), NAME, preset=preset).config

@@ -65,7 +65,7 @@ class KeyDiff(BurstEviction):
         """Nothing: stored keys are all it looks at."""
 
     def captured_budget(self, plan: StepPlan, lens: Sequence[int]) -> int | None:
-        """Any graph will do: keys are looked at after the step."""
+        """None: nothing happens within a step."""
         return None
 
     def can_shrink(self, request: Request) -> bool:

@@ -122,16 +122,18 @@ class TOVA(EvictionMethod):
         return budget
 
     def weigh(self, plan: StepPlan, layers: Callable[[], Iterable[LayerStep]]) -> None:
-        """Scores of all rows that are due, a layer at a time."""
+        """Scores of all rows that are due, a layer at a time; alike in all but by an error."""
         alike = all(c.request.sparse.kv_error is None for c in plan.chunks)
+        lens: list[int] = []
         for at in layers():
             if not self.acts_on(at.layer):
                 continue
-            lens = [max(at.lens(i)) for i in range(len(plan.chunks))]
-            due = self._due(plan, lens.__getitem__)
-            if not due and alike:
-                return
+            if not (lens and alike):
+                lens = [max(at.lens(i)) for i in range(len(plan.chunks))]
+                due = self._due(plan, lens.__getitem__)
             if not due:
+                if alike:
+                    return
                 continue
             part = at.subset(due)
             paid = part.aux(self.stored_score)[part.table()[0].long()]  # [S, G, W, Hs, P]
