@@ -15,6 +15,7 @@ from sparseengine.methods import METHODS, RUNS, kind_matrix
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
+BESIDE = ("quest", "h2o", "rkv", "skipkv", "tova")  # may act where the others do nothing
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 DRAWN = {
     "logprobs": SamplingParams(
@@ -53,14 +54,16 @@ def always_replays(sparse: list[SparseParams]) -> bool:
 
 
 def mixtures(methods: list[str]) -> list[list[SparseParams]]:
-    """Every method alone, then those that select nothing while decoding in one batch."""
+    """Every method alone, then those that do nothing while decoding in one batch, then one that
+    does something beside them."""
     alone = []
     for name in methods:
         takes = METHODS.get(name).traits.takes
         alone.append(SparseParams(name) if takes == "none" else SparseParams(name, budget=64))
     quiet = [p for p in alone if not METHODS.get(p.method).traits.decode_hooks]
     mixed = [quiet[i % len(quiet)] for i in range(len(prompts()))]
-    return [*([p] * len(prompts()) for p in alone), mixed]
+    beside = [[p, *mixed[1:-1], p] for p in alone if p.method in BESIDE]
+    return [*([p] * len(prompts()) for p in alone), mixed, *beside]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -100,6 +103,9 @@ def test_replay_equals_eager_for_every_method(tmp_path: Path, model: str) -> Non
             cache.check()
             assert cache.free_pages() == cache.total_pages()
     for name, eager_tokens, replayed in zip(
-        [*methods, "mixed", *DRAWN], found[True], found[False], strict=True
+        [*methods, "mixed", *(f"{m} beside others" for m in methods if m in BESIDE), *DRAWN],
+        found[True],
+        found[False],
+        strict=True,
     ):
         assert eager_tokens == replayed, name
