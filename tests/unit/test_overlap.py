@@ -167,15 +167,29 @@ def test_aborts_between_steps(folder: Path) -> None:
             assert completion.token_ids == whole[i][0][0][: len(completion.token_ids)]
 
 
-def test_a_step_is_planned_before_the_last_one_is_booked(folder: Path) -> None:
-    """The order of events: what makes the loop overlap at all."""
+@pytest.mark.parametrize(
+    ("sparse", "waits"),
+    [
+        (SparseParams(), False),
+        (SparseParams("skipkv", budget=4000), False),  # cuts nothing, so reads nothing
+        (SparseParams("skipkv", budget=40), True),
+    ],
+    ids=["dense", "whole", "cut"],
+)
+def test_a_step_is_planned_before_the_last_one_is_booked(
+    sparse: SparseParams, waits: bool, folder: Path
+) -> None:
+    """The order of events: what makes the loop overlap, but for methods that read the text."""
     events: list[str] = []
-    with open_llm(folder, overlap=True) as llm:
+    with open_llm(folder, overlap=True, enable_methods=("full", "skipkv")) as llm:
         engine = llm.engine
         launch, collect = engine.runner.launch, engine.runner.collect
         engine.runner.launch = lambda *a: (events.append("launch"), launch(*a))[1]  # type: ignore
         engine.runner.collect = lambda *a: (events.append("collect"), collect(*a))[1]  # type: ignore
-        llm.generate([prompts()[1]], GREEDY, use_tqdm=False)
+        llm.generate([prompts()[1]], GREEDY, sparse, use_tqdm=False)
+    if waits:
+        assert events == ["launch", "collect"] * GREEDY.max_tokens
+        return
     assert events[:5] == ["launch", "launch", "collect", "launch", "collect"]
     assert events.count("launch") == events.count("collect") == GREEDY.max_tokens
 

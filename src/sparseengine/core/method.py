@@ -262,6 +262,13 @@ class SparseMethod:
         """
         return not self.traits.decode_hooks
 
+    def needs_tokens(self, request: Request) -> bool:
+        """Whether a request's step is booked before its next one is planned, as its text is read.
+
+        Only methods that have traits.reads_tokens may say so.
+        """
+        return self.traits.reads_tokens
+
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         """Host: a decode step ran as a captured graph, so that no device hook was called for it.
 

@@ -103,7 +103,7 @@ class Engine:
             c.forks
             or c.request.sparse.record
             or self.runner.sampler.needs_last(c.request)
-            or self.controller.methods[c.request.method].traits.reads_tokens
+            or self.controller.methods[c.request.method].needs_tokens(c.request)
             for c in pending.plan.chunks
         )
 

@@ -158,6 +158,9 @@ class Wrapper(SparseMethod):
     def idle(self, plan: StepPlan, lens: Sequence[int]) -> bool:
         return self.retain.idle(plan, lens)
 
+    def needs_tokens(self, request: Request) -> bool:
+        return self.retain.needs_tokens(request)
+
     def replayed(self, plan: StepPlan, lens: Sequence[int]) -> None:
         self.retain.replayed(plan, lens)
 

@@ -141,6 +141,10 @@ class SkipKV(RKV):
             groups.append(replace(group, layers=(last,), aux=(*group.aux, sums, held)))
         return tuple(groups)
 
+    def needs_tokens(self, request: Request) -> bool:
+        """Sentences are read where rows are cut."""
+        return self.is_watched(request)
+
     # ── what sentences say ───────────────────────────────────────────────────────────────────────
 
     def _text(self, request: Request, stop: int) -> Sentences:
