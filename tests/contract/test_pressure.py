@@ -12,8 +12,10 @@ from contract.toy import Toy
 from sparseengine.config import SchedulerConfig
 from sparseengine.engine.admission import charge
 from sparseengine.engine.controller import Controller
+from sparseengine.engine.faults import isolated_step
 from sparseengine.errors import ConfigError
 from sparseengine.llm import LLM
+from sparseengine.methods import METHODS
 
 SHRINKS = (
     "random", "keydiff", "knorm", "snapkv", "pyramidkv", "expected_attention", "adakv", "kvzip",
@@ -55,6 +57,29 @@ def test_siblings_that_share_pages_shrink_too(name: str) -> None:
     _, before, none = crowd(name, "preempt", n=2)
     assert none == 0 < shrunk
     assert preempted < before or before == preempted == 0
+
+
+def test_a_shrink_that_fails_ends_that_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["keydiff"]._replace(budget=40)
+    method = METHODS.get(case.method)
+    original = method.shrink
+
+    def shrink(self, request, target, rows):
+        if request.prompt_len == 48:
+            raise KeyError("boom")
+        return original(self, request, target, rows)
+
+    monkeypatch.setattr(method, "shrink", shrink)
+    engine = engine_for(Toy("ff"), [case], 26, reserve_output_tokens=0, under_pressure="shrink")
+    free = engine.scheduler.cache.free_pages()
+    for i in range(5):
+        ask(engine, case, prompt(48 - i), str(i), new=NEW)
+    ends: dict[str, str | None] = {}
+    while engine.has_work:
+        for output in isolated_step(engine):
+            ends[output.request_id] = output.outputs[0].finish_reason
+    assert ends == {"0": "error", "1": "length", "2": "length", "3": "length", "4": "length"}
+    assert engine.scheduler.cache.free_pages() == free
 
 
 @pytest.mark.parametrize("name", ["full", "quest"])

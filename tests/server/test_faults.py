@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from fixtures.engines import ToyModel, make_engine, make_tokenizer, toy_spec
 from fixtures.rerun import Rerun
+from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.engine.collector import Collector
 from sparseengine.engine.controller import Controller
@@ -135,9 +137,27 @@ HOOKS: dict[str, Callable[..., bool]] = {
     "select": lambda at: in_plan(at.plan),
     "observe": lambda at: in_plan(at.plan),
     "layer_end": lambda at, hidden: in_plan(at.plan),
+    "weigh": lambda plan, layers: in_plan(plan),
     "evict": in_plan,
     "replay": is_marked,
 }
+ELSEWHERE = {
+    "replayed": "test_a_hook_behind_captured_steps_that_fails_ends_that_one",
+    "captured_budget": "test_a_question_before_captured_steps_that_fails_ends_that_one",
+    "idle": "test_a_question_before_captured_steps_that_fails_ends_that_one",
+    "seal": "test_a_hook_that_names_no_request_is_traced_by_running_suspects_alone",
+    "forget": "test_a_failing_clean_up_harms_nobody",
+    "demand": "test_a_demand_that_fails_after_the_request_was_taken",
+    "needs_tokens": "test_a_question_whose_answer_is_not_needed_harms_nobody",
+    "shrink": "contract/test_pressure.py",
+}
+OF_NO_REQUEST = {"uses", "read", "cache_plan", "prefill_block", "mixed_budget"}  # of an engine
+
+
+def test_no_hook_is_forgotten() -> None:
+    """Every hook of the contract, but those that are asked about a whole engine, has its fault."""
+    hooks = {n for n, f in vars(SparseMethod).items() if callable(f) and not n.startswith("_")}
+    assert hooks == {*HOOKS, *ELSEWHERE, *OF_NO_REQUEST}
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -177,6 +197,31 @@ def test_a_hook_behind_captured_steps_that_fails_ends_that_one(
     assert completion.finish_reason == "error"
     assert "KeyError" in completion.stop_reason
     assert 2 <= len(completion.token_ids) < 12  # steps beside prompts are not captured
+    check_others(found, eager)
+
+
+@pytest.mark.parametrize("hook", ["captured_budget", "idle"])
+def test_a_question_before_captured_steps_that_fails_ends_that_one(
+    hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hooks that decide which graph runs a step, asked on the host."""
+    options: dict[str, Any] = {"others": ("full", "streaming_llm")}
+    eager = {k: o.outputs[0].token_ids for k, o in run(marked=False, **options).items()}
+    original = getattr(StreamingLLM, hook)
+
+    def asked(self: StreamingLLM, plan: Any, lens: Any) -> Any:
+        if in_plan(plan):
+            boom()
+        return original(self, plan, lens)
+
+    monkeypatch.setattr(StreamingLLM, hook, asked)
+    monkeypatch.setattr(
+        StreamingLLM, "traits", replace(StreamingLLM.traits, graph_safe=hook != "idle")
+    )
+    found = run("streaming_llm", captured=True, **options)
+    completion = found["marked"].outputs[0]
+    assert completion.finish_reason == "error"
+    assert "KeyError" in completion.stop_reason
     check_others(found, eager)
 
 
@@ -233,6 +278,16 @@ def test_a_failing_clean_up_harms_nobody(
     monkeypatch.setattr(Quest, "forget", boom)
     found = run()
     assert found["marked"].outputs[0].finish_reason == "length"
+    check_others(found, clean)
+
+
+def test_a_question_whose_answer_is_not_needed_harms_nobody(
+    clean: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One step at a time goes on without it."""
+    monkeypatch.setattr(Quest, "needs_tokens", faulty("needs_tokens", is_marked))
+    found = run()
+    assert found["marked"].outputs[0].finish_reason in ("length", "error")
     check_others(found, clean)
 
 

@@ -148,6 +148,21 @@ def test_every_split_gives_the_calls_that_were_written(name: str) -> None:
     assert shown(eagerly(name, list(text))[0]) == shown(whole)
 
 
+@pytest.mark.parametrize("name", ["glm45", "qwen3_coder"])
+def test_strings_between_tags_come_as_they_are_written(name: str) -> None:
+    """A long argument is shown before its end; a key that comes again changes nothing."""
+    text = write(name, [("write", {"path": "a line\n" * 40, "lines": 3})])
+    half = text[: text.index("a line") + 140]
+    found, complete, events = eagerly(name, list(half))
+    assert complete == 0
+    assert found.calls[0].name == "write"
+    assert found.calls[0].arguments.startswith('{"path": "' + "a line\\n" * 19)
+    assert len(events) > 100
+    again = text.replace("a line\n" * 40, "x").replace("lines", "path")
+    _, calls = decoded(parser_for(name).parse(again, TOOLS))
+    assert calls == [("write", {"path": "x"})]
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_text_behind_calls_is_content(name: str) -> None:
     text = write(name, CALLS[1:2]) + "\nThat is all {.\n"

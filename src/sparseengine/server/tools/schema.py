@@ -25,6 +25,13 @@ def tool_schemas(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, A
     return found
 
 
+def is_string(key: str, schema: Mapping[str, Any]) -> bool:
+    """Whether the argument `key` can be nothing but a string, by what the tool declares."""
+    properties = schema.get("properties")
+    declared = properties.get(key) if isinstance(properties, Mapping) else None
+    return _types(declared, schema, 0) == {"string"}
+
+
 def typed(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     """The argument `key`, which the model wrote as bare text, as a value of its declared type.
 

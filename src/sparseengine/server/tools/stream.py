@@ -206,7 +206,7 @@ class ToolParser:
     def stream(self, tools: Tools = (), *, eager: bool = False) -> ToolStream:
         """A new output's stream. `tools`: what the request offers, in OpenAI's shape.
 
-        eager: arguments come while they are written, where the format is JSON.
+        eager: arguments come while they are written.
         """
         return ToolStream(self._form, tools, eager=eager)
 

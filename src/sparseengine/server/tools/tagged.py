@@ -7,11 +7,13 @@ are.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from sparseengine.server.tools.jsons import dump, skip_space
-from sparseengine.server.tools.schema import tool_schemas, typed
-from sparseengine.server.tools.stream import Found, Scanner, Tools, find_literal
+from sparseengine.server.tools.schema import is_string, tool_schemas, typed
+from sparseengine.server.tools.stream import Found, Scanner, Tools, find_literal, held
 
 _NAME = re.compile(r"[^\s<>{}\"]+")
 
@@ -71,7 +73,11 @@ class Tagged:
 
 
 class _TagScanner:
-    """Walks from tag to tag; `_at` is behind the last complete part, `_searched` further on."""
+    """Walks from tag to tag; `_at` is behind the last complete part, `_searched` further on.
+
+    The arguments grow as the text does: a string, where the schema knows nothing else, character
+    by character, other values when they are complete. A key that comes again is left out.
+    """
 
     def __init__(self, tags: Tags, opening: int, tools: Tools, text: str) -> None:
         self._tags = tags
@@ -81,10 +87,18 @@ class _TagScanner:
         self._schemas = tool_schemas(tools)
         self._name: str | None = None
         self._key: str | None = None
-        self._arguments: dict[str, str] = {}
+        self._keys: set[str] = set()
+        self._arguments = ""  # JSON so far, without its end
+        self._taken = 0  # characters of it that `begun` has given
+        self._read = 0  # characters of a string under way that are in it
+        self._is_string = self._is_broken = self._is_shown = False
 
-    def begun(self) -> None:
-        """Values get their types when all of them are known: a call is shown when complete."""
+    def begun(self) -> tuple[str, str] | None:
+        if self._name is None or not self._arguments:
+            return None
+        new = self._arguments[self._taken :]
+        self._taken, self._is_shown = len(self._arguments), True
+        return self._name, new
 
     def scan(self, text: str, last: bool) -> Found | None:
         while True:
@@ -128,7 +142,7 @@ class _TagScanner:
         begin = start + len(tags.key)
         end = text.find(tags.key_end, begin)
         if text.find("<", begin, end if end >= 0 else len(text) - len(tags.key_end)) >= 0:
-            return Found(end=self._opening)  # another tag inside
+            return self._no_call()  # another tag inside
         if end < 0:
             return False
         behind = end + len(tags.key_end)
@@ -138,6 +152,10 @@ class _TagScanner:
                 return self._unless(_may_come(text, behind, tags.value))
         self._key = text[begin:end].strip()
         self._at = self._searched = behind + len(tags.value)
+        self._is_string, self._read = False, 0
+        if self._key not in self._keys and is_string(self._key, self._schema()):
+            self._is_string = True
+            self._arguments += f'{self._before(self._key)}"'
         return True
 
     def _read_value(self, text: str, key: str) -> Found | bool:
@@ -145,26 +163,54 @@ class _TagScanner:
         end = text.find(mark, self._searched)
         if end < 0:
             self._searched = max(self._at, len(text) - len(mark) + 1)
+            if self._is_string:
+                marks = (mark, f"\n{mark}") if self._tags.is_value_on_lines else (mark,)
+                self._add_string(text[self._at : len(text) - held(text[self._at :], marks)])
             return False
         value = text[self._at : end]
         if self._tags.is_value_on_lines:
-            value = value.removeprefix("\n").removesuffix("\n")
-        self._arguments[key] = value
+            value = value.removesuffix("\n") if len(value) > 1 else value.strip("\n")
+        if self._is_string:
+            self._add_string(value)
+            self._arguments += '"'
+        elif key not in self._keys:
+            self._add_value(key, value.removeprefix("\n" if self._tags.is_value_on_lines else ""))
+        self._keys.add(key)
         self._key, self._at = None, end + len(mark)
         return True
 
+    def _schema(self) -> Mapping[str, Any]:
+        return self._schemas.get(self._name or "", {})
+
+    def _before(self, key: str) -> str:
+        return f"{', ' if self._arguments else '{'}{dump(key)}: "
+
+    def _add_string(self, value: str) -> None:
+        """Add what is new of a string; `value` is all that came of it."""
+        if self._tags.is_value_on_lines:
+            value = value.removeprefix("\n")
+        # one by one, for one lone surrogate changes how `dump` writes all of a text
+        self._arguments += "".join(dump(c)[1:-1] for c in value[self._read :])
+        self._read = max(self._read, len(value))
+
+    def _add_value(self, key: str, value: str) -> None:
+        try:
+            self._arguments += self._before(key) + dump(typed(value, key, self._schema()))
+        except ValueError:  # nested too deeply
+            self._is_broken = True
+
     def _unless(self, may_come: bool) -> Found | bool:
         """What is missing may still come, or this is no call."""
-        return False if may_come else Found(end=self._opening)
+        return False if may_come else self._no_call()
+
+    def _no_call(self) -> Found:
+        """Content after all; of a call that is shown already, what was read is dropped."""
+        return Found(end=max(self._opening, self._at) if self._is_shown else self._opening)
 
     def _call(self, end: int) -> Found:
-        name = self._name or ""
-        schema = self._schemas.get(name, {})
-        values = {k: typed(v, k, schema) for k, v in self._arguments.items()}
-        try:
-            return Found(end=end, name=name, arguments=dump(values))
-        except ValueError:  # nested too deeply
+        if self._is_broken:
             return Found(end=end)
+        return Found(end=end, name=self._name, arguments=f"{self._arguments or '{'}}}")
 
 
 def _may_come(text: str, at: int, *marks: str) -> bool:
