@@ -8,15 +8,13 @@ Standard library only.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-import setup_env
+import own_env
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ("kvpress==0.5.5", "transformers==5.2.0")
@@ -38,21 +36,7 @@ def main() -> int:
 
 def environment() -> Path:
     """The interpreter of an environment with kvpress and what this package needs."""
-    wanted = (*PINS, *requirements())
-    text = "\n".join((*wanted, setup_env.TORCH, sys.version))
-    folder = cache_folder() / hashlib.sha256(text.encode()).hexdigest()[:12]
-    python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    ready = folder / ".ready"
-    if ready.exists():
-        return python
-    say(f"creating an environment in {folder}")
-    shutil.rmtree(cache_folder(), ignore_errors=True)  # those of other versions, too
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    setup_env.install_torch(str(python))
-    say(f"installing {' and '.join(PINS)}")
-    setup_env.pip(str(python), "install", *setup_env.QUIET, *wanted)
-    ready.touch()
-    return python
+    return own_env.environment("parity", (*PINS, *requirements()), torch=True)
 
 
 def requirements() -> tuple[str, ...]:
@@ -60,15 +44,6 @@ def requirements() -> tuple[str, ...]:
     with open(ROOT / "pyproject.toml", "rb") as file:
         found = tomllib.load(file)["project"]["dependencies"]
     return tuple(r for r in found if not r.startswith("transformers"))
-
-
-def cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "sparseengine" / "parity"
-
-
-def say(text: str) -> None:
-    print(f"parity: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -95,10 +95,12 @@ def test_its_environment_is_made_once(
         run=lambda command, **_: asked.append(command) or Path(command[-1]).mkdir(parents=True),
         CalledProcessError=OSError,
     )
-    monkeypatch.setattr(job, "subprocess", run)
-    monkeypatch.setattr(job.setup_env, "install_torch", lambda python: asked.append("torch"))
-    monkeypatch.setattr(job.setup_env, "pip", lambda *arguments: asked.append(arguments))
-    old = job.cache_folder() / "older"
+    monkeypatch.setattr(job.own_env, "subprocess", run)
+    monkeypatch.setattr(
+        job.own_env.setup_env, "install_torch", lambda python: asked.append("torch")
+    )
+    monkeypatch.setattr(job.own_env.setup_env, "pip", lambda *arguments: asked.append(arguments))
+    old = job.own_env.cache_folder("parity") / "older"
     old.mkdir(parents=True)
     python = job.environment()
     assert python.is_relative_to(tmp_path)
