@@ -179,6 +179,15 @@ def test_bad_grammars(served: Served, given: dict[str, Any]) -> None:
     assert served.post(COMPLETIONS, good).json()["choices"][0]["text"] == "fox"
 
 
+def test_a_regex_of_nothing_or_anything_behind_a_good_grammar(served: Served) -> None:
+    body = {"prompt": "fox", "max_tokens": 8}
+    good = {**body, "structured_outputs": {"choice": ["fox"]}}
+    odd = {**body, "structured_outputs": {"regex": "^(|.*)$"}}
+    for _ in range(2):
+        assert served.post(COMPLETIONS, good).json()["choices"][0]["text"] == "fox"
+        assert served.post(COMPLETIONS, odd).status_code in (200, 400)
+
+
 @pytest.mark.parametrize(
     "given",
     [

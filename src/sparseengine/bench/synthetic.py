@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from sparseengine.console import sparse_params
@@ -128,8 +129,7 @@ def _fill_one(engine: Engine, ticket: Ticket, like: Probe) -> None:
     request = ticket.request
     start = _first_stored(engine, request.prompt_len, like)
     chunk = Chunk(request, tuple(request.tokens[start:]), start, Purpose.PREFILL, True)
-    cuts = _cuts(engine, request.id, like, request.prompt_len - start)
-    _store(engine, chunk, cuts, Sample(token=request.tokens[0]))
+    _store(engine, chunk, partial(_cuts, engine, request.id, like), Sample(token=request.tokens[0]))
     if not ticket.is_steady:  # it has nothing to run again: its rows are final
         ticket.replays.clear()
         engine.scheduler.admission.settle(ticket)
@@ -164,21 +164,26 @@ def _admit(engine: Engine, request_id: int, available: int) -> bool:
 
 
 def _store(
-    engine: Engine, chunk: Chunk, keeps: Sequence[Keep] = (), sample: Sample | None = None
+    engine: Engine,
+    chunk: Chunk,
+    cuts: Callable[[], Sequence[Keep]] = tuple,
+    sample: Sample | None = None,
 ) -> None:
-    """A step of one prompt chunk without the model: pages, summaries, progress, a made-up token."""
+    """A step of one prompt chunk without the model: pages, summaries, progress, a made-up token.
+
+    cuts: what is kept of what the method, which saw no queries, has left.
+    """
     from sparseengine.core.plan import StepPlan
 
     plan = StepPlan((chunk,))
     engine.scheduler.cache.reserve(plan)
     engine.controller.end_step(plan)
-    if keeps:
-        engine.controller.retain(keeps)
+    engine.controller.retain(cuts())
     engine.scheduler.commit(plan, {} if sample is None else {chunk.request.id: sample})
 
 
-def _cuts(engine: Engine, request_id: int, like: Probe, longest: int) -> list[Keep]:
-    """Keeps that shorten rows of `longest` tokens to the probe's: their first tokens stay.
+def _cuts(engine: Engine, request_id: int, like: Probe) -> list[Keep]:
+    """Keeps that shorten rows to the probe's: their first tokens stay.
 
     So do pages lie after a real eviction: what is kept moves to the row's first slots. WINDOW rows
     have dropped what is out of sight already.
@@ -188,16 +193,23 @@ def _cuts(engine: Engine, request_id: int, like: Probe, longest: int) -> list[Ke
     from sparseengine.core.specs import LayerKind
     from sparseengine.core.view import Keep
 
-    specs = engine.intake.model.layers
-    lens = {la: n for la, n in like.row_lens.items() if specs[la].kind is not LayerKind.WINDOW}
+    specs, cache = engine.intake.model.layers, engine.scheduler.cache
+    cuts: dict[int, list[tuple[int, int]]] = {}  # (tokens kept, tokens held) of each row
+    for layer, rows in like.row_lens.items():
+        if specs[layer].kind is not LayerKind.WINDOW:
+            held = cache.lens(request_id, layer)
+            pairs = list(zip(rows, held if len(held) > 1 else held * len(rows), strict=True))
+            cuts[layer] = pairs if len(set(pairs)) > 1 else pairs[:1]
 
-    def first(count: int) -> torch.Tensor:
-        return torch.arange(longest) < count
+    def first(kept: int, held: int) -> torch.Tensor:
+        return torch.arange(held) < kept
 
-    alike = {n for rows in lens.values() for n in rows}
+    if all(kept == held for pairs in cuts.values() for kept, held in pairs):
+        return []
+    alike = {pair for pairs in cuts.values() for pair in pairs}
     if len(alike) == 1:
-        return [] if alike == {longest} else [Keep(request_id, None, (first(*alike),))]
+        return [Keep(request_id, None, (first(*alike.pop()),))]
     return [
-        Keep(request_id, layer, tuple(map(first, rows if len(set(rows)) > 1 else rows[:1])))
-        for layer, rows in lens.items()
+        Keep(request_id, layer, tuple(first(*pair) for pair in pairs))
+        for layer, pairs in cuts.items()
     ]
