@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fixtures.servers import Served
 from sparseengine.cli.main import main, parser_of
@@ -164,28 +162,3 @@ def test_chat_with_a_server(
     assert "maximum context length" in capsys.readouterr().err
     assert main(["chat", "some-model", "--base-url", served.url]) == 2
     assert main(["chat", "--base-url", "http://127.0.0.1:9"]) == 2
-
-
-def test_deployment_examples_use_flags_and_routes_that_exist() -> None:
-    flags = {f for a in parser_of("serve")._actions for f in a.option_strings}
-    texts = {p.name: p.read_text() for p in (ROOT / "deploy").iterdir()}
-    assert set(texts) == {
-        "Dockerfile",
-        "Dockerfile.cuda",
-        "sparseengine.service",
-        "kubernetes.yaml",
-    }
-    for name in ("Dockerfile", "Dockerfile.cuda"):
-        entry = re.search(r"^ENTRYPOINT (.*)$", texts[name], re.MULTILINE)
-        words = json.loads(entry[1])
-        assert words[:2] == ["sparseengine", "serve"]
-        assert set(words[2:]) & flags == {"--host"}
-        assert "/health" in texts[name]
-    command = re.search(r"^ExecStart=\S+ serve (.*)$", texts["sparseengine.service"], re.MULTILINE)
-    assert {w for w in command[1].split() if w.startswith("--")} <= flags
-    documents = list(yaml.safe_load_all(texts["kubernetes.yaml"]))
-    (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
-    assert {w for w in container["args"] if w.startswith("--")} <= flags
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"] == {"path": "/health", "port": 8000}
-    assert container["env"][0]["name"] == "SPARSEENGINE_API_KEY"

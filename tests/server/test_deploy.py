@@ -19,6 +19,11 @@ DEPLOY = ROOT / "deploy"
 DOCKERFILES = ("Dockerfile", "Dockerfile.cuda")
 
 
+def test_every_example_is_looked_at() -> None:
+    known = {*DOCKERFILES, "sparseengine.service", "kubernetes.yaml"}
+    assert {p.name for p in DEPLOY.iterdir()} == known
+
+
 def lines(name: str) -> dict[str, list[str]]:
     """Instructions of a Dockerfile or keys of a unit, with all their values."""
     text = (DEPLOY / name).read_text().replace("\\\n", " ")
@@ -76,4 +81,5 @@ def test_pods_are_probed_where_the_server_answers() -> None:
     reference = variable["valueFrom"]["secretKeyRef"]
     assert reference["name"] == secret["metadata"]["name"]
     assert reference["key"] in secret["stringData"]
+    assert variable["name"] == "SPARSEENGINE_API_KEY"
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"]
