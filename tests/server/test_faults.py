@@ -158,6 +158,7 @@ def test_no_hook_is_forgotten() -> None:
     """Every hook of the contract, but those that are asked about a whole engine, has its fault."""
     hooks = {n for n, f in vars(SparseMethod).items() if callable(f) and not n.startswith("_")}
     assert hooks == {*HOOKS, *ELSEWHERE, *OF_NO_REQUEST}
+    assert {name for name in ELSEWHERE.values() if "/" not in name} <= set(globals())
 
 
 @pytest.mark.parametrize("hook", HOOKS)
