@@ -115,6 +115,20 @@ def test_a_bad_grammar_ends_its_request_with_the_reason(backend) -> None:
     assert "regex cannot be used: xgrammar: " in completion.stop_reason
 
 
+def test_a_grammar_that_fails_between_the_check_and_the_queue_is_still_a_refusal(backend) -> None:
+    """An owner asks `is_compiling` after the submission: the request must not pass for accepted."""
+    engine = engine_with(compiler())
+    submission = engine.prepare([5], held("(slow"), request_id="bad")
+    backend.release.set()
+    assert submission.grammar.exception(20) is not None
+    engine.submit(submission)
+    assert engine.is_compiling("bad")
+    (output,) = engine.step()
+    assert output.outputs[0].finish_reason == "error"
+    assert not engine.is_compiling("bad")
+    assert not engine.has_work
+
+
 def test_grammars_that_never_end_leave_room_until_too_many(backend) -> None:
     grammars = compiler(timeout_s=0.05)
     for i in range(structured._MAX_STUCK):

@@ -168,8 +168,12 @@ class Engine:
         self.collector.open(family, submission.requests)
         for request, extras in zip(submission.requests, submission.extras, strict=True):
             self.runner.sampler.add(request, extras)
-        self._compiling.append(submission)
-        self._queue_compiled()
+        grammar = submission.grammar
+        if grammar is not None and (not grammar.done() or grammar.exception() is not None):
+            self._compiling.append(submission)  # one that failed meanwhile ends in the next step
+            return
+        for request in submission.requests:
+            self._queue(request)
 
     def _queue_compiled(self) -> None:
         """Queue requests whose grammar is compiled by now; end those whose cannot be."""
