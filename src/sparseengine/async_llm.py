@@ -40,7 +40,7 @@ from sparseengine.engine.messages import (
 )
 from sparseengine.engine.outputs import CompletionOutput, RequestOutput
 from sparseengine.errors import CapacityError, ConfigError, RequestError, SparseEngineError
-from sparseengine.prompts import Prompts, default_sampling_params
+from sparseengine.prompts import Prompts, default_sampling_params, salt_of
 from sparseengine.weights.source import open_model
 
 
@@ -232,6 +232,8 @@ class AsyncLLM:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         sparse: SparseParams | None = None,
+        *,
+        cache_salt: str = "",
     ) -> Stream:
         """Send prompts (token ids) to the engine; its checks answer through the stream."""
         if self._dead is not None:
@@ -240,7 +242,8 @@ class AsyncLLM:
         stream = Stream([next(self._keys) for _ in prompts])
         for key, ids in zip(stream.keys, prompts, strict=True):
             self._streams[key] = stream
-            channel.send(Add(key, np.asarray(ids, dtype=np.int64), sampling, sparse))
+            array = np.asarray(ids, dtype=np.int64)
+            channel.send(Add(key, array, sampling, sparse, cache_salt))
         return stream
 
     def cancel(self, stream: Stream) -> None:
@@ -266,7 +269,7 @@ class AsyncLLM:
         if request_id is not None and request_id in self._named:
             raise RequestError(f"request_id={request_id!r} is in use by a request that still runs")
         params = sampling_params or default_sampling_params(self.generation_config)
-        stream = self.submit([ids], params, sparse_params)
+        stream = self.submit([ids], params, sparse_params, cache_salt=salt_of(prompt))
         (key,) = stream.keys
         name = str(key) if request_id is None else request_id
         self._named[name] = key
@@ -416,4 +419,5 @@ def _extend(output: RequestOutput, delta: Delta) -> None:
     if delta.is_last:
         output.finished = True
         output.num_cached_tokens = delta.num_cached_tokens
+        output.cache_miss = delta.cache_miss
         output.metrics = delta.metrics

@@ -19,7 +19,7 @@ from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput
 from sparseengine.engine.structured import result_of
 from sparseengine.errors import RequestError, SparseEngineError
-from sparseengine.prompts import Message, Prompts, default_sampling_params
+from sparseengine.prompts import Message, Prompts, default_sampling_params, salt_of
 from sparseengine.resolve import explain, resolve
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -65,7 +65,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the order of the prompts.
 
-        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}. One
+        A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; with
+        "cache_salt" beside it, stored prefixes are shared with prompts of the same salt only. One
         SamplingParams or SparseParams serves all prompts, a list gives each its own. A bad prompt
         or parameter raises `RequestError` before anything runs.
         """
@@ -215,8 +216,13 @@ class LLM:
         found = []
         for prompt, p, s in zip(prompts, params, methods, strict=True):
             text, ids = self._tokens(prompt)
-            found.append(engine.prepare(ids, p, s, prompt=text, stream=stream))
+            salt = salt_of(prompt)
+            found.append(engine.prepare(ids, p, s, prompt=text, stream=stream, cache_salt=salt))
         return found
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV kept of finished requests."""
+        return self._live().reset_prefix_cache()
 
     def _tokens(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
         """(text if there is one, token ids)."""

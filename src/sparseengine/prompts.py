@@ -95,6 +95,14 @@ class Prompts:
         return str(text)
 
 
+def salt_of(prompt: object) -> str:
+    """The cache salt that a prompt carries, "" for none. Raises `RequestError` if not text."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt={salt!r} is not allowed; it must be text")
+    return salt or ""
+
+
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling fields that a model's generation_config.json suggests."""
     return {

@@ -23,6 +23,7 @@ from sparseengine.engine.controller import Controller
 from sparseengine.engine.engine import Engine
 from sparseengine.engine.intake import Intake, MethodTable
 from sparseengine.engine.memory import _fit
+from sparseengine.engine.prefix import Prefixes
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
 from sparseengine.errors import CapacityError
@@ -30,8 +31,10 @@ from sparseengine.errors import CapacityError
 NEW = 7
 
 
-def engine_for(toy: Toy, cases: list[Case], num_pages: int, **scheduler: object) -> Engine:
-    """The parts that a start-up wires together, around the toy model."""
+def engine_for(
+    toy: Toy, cases: list[Case], num_pages: int, *, keeps: bool = False, **scheduler: object
+) -> Engine:
+    """The parts that a start-up wires together, around the toy model. keeps: a prefix cache."""
     plans: list[tuple[CacheGroup, ...]] = [
         make(toy.spec, case.method, **case.knobs).cache_plan() for case in cases
     ]
@@ -46,9 +49,12 @@ def engine_for(toy: Toy, cases: list[Case], num_pages: int, **scheduler: object)
     runner = Runner(toy, toy.spec, cache, controller, backends, torch.device("cpu"))
     collector = Collector(controller, runner, None, ())
     config = SchedulerConfig(max_num_batched_tokens=32, **scheduler)  # type: ignore[arg-type]
+    prefixes = Prefixes(cache, methods.instances, enabled=keeps)
     return Engine(
         intake=Intake(toy.spec, methods, None, max_model_len=256),
-        scheduler=Scheduler(config, cache, methods.instances, collector, controller.shrink),
+        scheduler=Scheduler(
+            config, cache, methods.instances, collector, controller.shrink, prefixes
+        ),
         runner=runner,
         controller=controller,
         collector=collector,

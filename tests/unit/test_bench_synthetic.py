@@ -28,6 +28,7 @@ def engine_of(folder: Path, method: str, **extra: object) -> LLM:
         sparse_method=method,
         max_model_len=256,
         num_gpu_blocks_override=80,
+        enable_prefix_caching=False,
         **{**budget, **extra},
     )
 

@@ -141,6 +141,7 @@ def overheads(resolved: Resolved, tokens: int) -> dict[str, Any]:
     import torch
 
     from sparseengine.cache.manager import PagedCache
+    from sparseengine.core.cache import PrefixHit
     from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 
     size = max((g.page_size for g in resolved.groups), default=1)
@@ -155,7 +156,7 @@ def overheads(resolved: Resolved, tokens: int) -> dict[str, Any]:
     )
     cache.make_static(1)
     request = Request(id=0, tokens=[0] * tokens, prompt_len=tokens, max_tokens=1)
-    cache.admit(request, cache.match(request))
+    cache.admit(request, PrefixHit())
     chunk = Chunk(request, tuple(request.tokens), 0, Purpose.PREFILL, True)
     cache.reserve(StepPlan((chunk,)))
     held = cache.memory()

@@ -202,6 +202,8 @@ def engines_of(
     entries = [(dense, False), *((name, has_pattern) for name in [dense, *names])]
     for name, is_patterned in dict.fromkeys(entries):
         given = {**extra, "sparse_method": name}
+        if args.engine_enable_prefix_caching is None:  # what is measured twice must run twice
+            given["enable_prefix_caching"] = False
         if name in knobs:
             given["sparse_config"] = knobs[name]
         if not is_patterned:

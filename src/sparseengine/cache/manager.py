@@ -14,9 +14,11 @@ from sparseengine.cache import compact
 from sparseengine.cache.digests import Digests
 from sparseengine.cache.facts import RequestFacts
 from sparseengine.cache.group import GroupCache
+from sparseengine.cache.kept import KeptRows
 from sparseengine.cache.memory import CacheBytes, bundle_bytes, pools_of, split_pages
 from sparseengine.cache.plan import geometry
 from sparseengine.cache.pool import PagePool
+from sparseengine.cache.room import Needs, Room
 from sparseengine.cache.select import narrow
 from sparseengine.cache.sides import RequestSides
 from sparseengine.cache.step import LayerView
@@ -27,9 +29,6 @@ from sparseengine.core.method import SealedPages
 from sparseengine.core.plan import Purpose, Request, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, ModelSpec
 from sparseengine.core.view import AttentionView, HostRows, Keep, Segment, Selection
-from sparseengine.errors import CapacityError
-
-UNBOUNDED_TOKENS = 1 << 40  # free_tokens of a model without KV
 
 
 class PagedCache:
@@ -76,6 +75,8 @@ class PagedCache:
         self._sides = RequestSides(model, groups, device=self.device)
         self._facts = RequestFacts(self._sides, self.device)
         self._digests = Digests(self.groups)
+        self._kept = KeptRows(model, self.groups, self._sides)
+        self._room = Room(self.groups, self.pools, max_chunk)
         self._slot_of: dict[int, int] = {}
         self._idle_slots: list[int] = []
         self._capacity = 0
@@ -92,64 +93,43 @@ class PagedCache:
         return sum(p.total_heads for p in self.pools)
 
     def free_pages(self) -> int:
-        return sum(p.free_heads for p in self.pools)
+        return self._room.free_pages()
 
     def pages_for(
         self, tokens: int, *, positions: int | None = None, chunk: int | None = None
     ) -> int:
-        """Head pages of one request, in all groups together.
-
-        tokens: in each row (the mean will do). positions: that were run, of which WINDOW rows hold
-        the newest; None: as many as tokens. chunk: longest run at once; None: any chunk. Where
-        there are several pools, the share of the pool that is short first, of all pages.
-        """
-        needs = self._needs(tokens, positions, chunk)
-        if len(needs) < 2:
-            return sum(needs)
-        total = self.total_pages()
-        shares = zip(needs, self.pools, strict=True)
-        return max(-(-need * total // pool.total_heads) for need, pool in shares)
-
-    def _needs(self, tokens: int, positions: int | None, chunk: int | None) -> list[int]:
-        """Head pages of one request by pool."""
-        positions = tokens if positions is None else positions
-        bound = self.max_chunk if chunk is None else chunk
-        run = positions if bound is None else bound
-        each = [
-            (g.pool, g.geo.row_pages(tokens, positions, run) * g.geo.rows * g.geo.units)
-            for g in self.groups
-        ]
-        return [sum(n for p, n in each if p is pool) for pool in self.pools]
+        return self._room.pages_for(tokens, positions, chunk)
 
     def free_tokens(self) -> int:
-        low, high = 0, UNBOUNDED_TOKENS
-        while low < high:  # the longest row that fits: `_needs` grows with it
-            middle = (low + high + 1) // 2
-            fits = zip(self._needs(middle, None, None), self.pools, strict=True)
-            if all(need <= pool.free_heads for need, pool in fits):
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        return self._room.free_tokens()
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def match(self, request: Request) -> PrefixHit:
-        """Nothing is kept of finished requests yet, so nothing is ever found."""
-        return PrefixHit()
+    def match(self, request: Request, limit: int = 0) -> PrefixHit:
+        return self._kept.find(request.tokens, request.salt, limit) if limit > 0 else PrefixHit()
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
-        """Give the request rows: empty ones, or a fork of `hit.source` cut back to `hit.tokens`."""
-        if hit.source is None:
-            slot = self._new_slot(request.id)
-            if request.sparse.digests:
-                self._digests.open(slot)
-            return
-        self.fork(hit.source, request.id)
-        extra = self._stored[request.id] - hit.tokens
-        assert extra >= 0, f"request {hit.source} holds fewer than {hit.tokens} tokens"
-        if extra:
-            self.truncate(request.id, extra)
+        """Give the request rows: empty ones, or the first `hit.tokens` of a kept one."""
+        slot = self._new_slot(request.id)
+        if request.sparse.digests:
+            self._digests.open(slot)
+        if hit.source is not None:
+            self._kept.adopt(hit.source, hit.tokens, slot, request.id, copies=hit.copies)
+            self._stored[request.id] = hit.tokens
+
+    def keep(self, request_id: int, tokens: Sequence[int], salt: str = "") -> None:
+        self._kept.add(request_id, self._slot(request_id), self._stored[request_id], tokens, salt)
+
+    def forget_kept(self, tokens: Sequence[int] | None = None, salt: str = "") -> None:
+        self._kept.forget(tokens, salt)
+
+    @property
+    def reuse_step(self) -> int:
+        return self._kept.step
+
+    @property
+    def keeps_ends_only(self) -> bool:
+        return self._kept.ends_only
 
     def fork(self, source_id: int, request_id: int) -> None:
         source, slot = self._slot(source_id), self._new_slot(request_id)
@@ -183,8 +163,7 @@ class PagedCache:
             f"{group.geo.window} would reach further back"
         )
 
-    def release(self, request_id: int, *, retain: bool = False) -> None:
-        """End the ownership. `retain` asks for a prefix cache, which nothing offers yet."""
+    def release(self, request_id: int) -> None:
         slot = self._slot(request_id)
         for g in self.groups:
             g.poison_pages(g.rows.release(slot))
@@ -223,15 +202,25 @@ class PagedCache:
         slots = np.array([self._slot(c.request.id) for c in plan.chunks], np.int64)
         tokens = np.array([len(c.tokens) for c in plan.chunks], np.int64)
         assert np.unique(slots).size == slots.size, "a request has two chunks in one step"
-        drafts = [g.rows.draft(slots, tokens.astype(np.int32)) for g in self.groups]
-        needs = [(g.pool, d.pages) for g, d in zip(self.groups, drafts, strict=True)]
-        self._require(needs, f"a step of {int(tokens.sum())} tokens")
+        while True:
+            drafts = [g.rows.draft(slots, tokens.astype(np.int32)) for g in self.groups]
+            needs = [(g.pool, d.pages) for g, d in zip(self.groups, drafts, strict=True)]
+            if not self._make_room(needs):
+                break  # what was copied from a kept row may be the request's own without it
+        self._room.require(needs, f"a step of {int(tokens.sum())} tokens")
         chunks = Tokens(tokens, self.device)
         for g, draft in zip(self.groups, drafts, strict=True):
             g.commit(draft, chunks)
         for c in plan.chunks:
             self._stored[c.request.id] += len(c.tokens)
         self._begin(plan, chunks)
+
+    def _make_room(self, needs: Needs) -> bool:
+        """Give up what is kept until the needs are met; False if that changes nothing."""
+        gave = False
+        while self._room.lacks(needs) and self._kept.give_up_some():
+            gave = True
+        return gave
 
     def _begin(self, plan: StepPlan, tokens: Tokens) -> None:
         self._plan, self._tokens = plan, tokens
@@ -299,19 +288,6 @@ class PagedCache:
     def static_version(self) -> int:
         """Changes when an address that captured graphs hold has changed."""
         return sum(g.arena_moves for g in self.groups) + self._sides.ring_moves
-
-    def _require(self, needs: Sequence[tuple[PagePool, int]], what: str) -> None:
-        """Raise `CapacityError` unless every pool has the bundles that its groups need."""
-        for pool in self.pools:
-            pages = sum(n for p, n in needs if p is pool) * pool.units
-            if pages > pool.free_heads:
-                raise CapacityError(
-                    f"{what} needs {pages} head pages, {pool.free_heads} of {pool.total_heads} are "
-                    f"free; raise kv_cache_memory_bytes or gpu_memory_utilization, or lower "
-                    f"max_num_seqs",
-                    needed=pages,
-                    available=pool.free_heads,
-                )
 
     def write(self, layer: int, payload: tuple[Tensor, ...]) -> None:
         group = self._group_of[layer]
@@ -392,16 +368,20 @@ class PagedCache:
         """
         for keep in keeps:
             self._slot(keep.request)
-        drafts = []
-        for g in self.groups:
-            masks = compact.collect(g, keeps, self._slot_of)
-            draft = None if masks is None else compact.draft(g, masks)
-            if draft is not None:
-                drafts.append((g, draft))
-        folds = self._digests.draft(drafts)
-        needs = [(g.pool, d.copy_page.size) for g, d in drafts]
-        self._require(needs, "compacting rows that share pages")
-        self._require(needs + [(f.pool, f.pages) for f in folds], "digests of what is evicted")
+        while True:
+            drafts = []
+            for g in self.groups:
+                masks = compact.collect(g, keeps, self._slot_of)
+                draft = None if masks is None else compact.draft(g, masks)
+                if draft is not None:
+                    drafts.append((g, draft))
+            folds = self._digests.draft(drafts)
+            needs = [(g.pool, d.copy_page.size) for g, d in drafts]
+            every = needs + [(f.pool, f.pages) for f in folds]
+            if not self._make_room(every):
+                break
+        self._room.require(needs, "compacting rows that share pages")
+        self._room.require(every, "digests of what is evicted")
         for fold in folds:
             fold.read()
         for g, draft in drafts:
@@ -468,10 +448,11 @@ class PagedCache:
         parts = [g.bytes() for g in self.groups]
         return CacheBytes(
             payload=sum(p.payload_bytes() for p in self.pools),
-            aux=sum(p.aux for p in parts) + self._sides.total_bytes(),
+            aux=sum(p.aux for p in parts) + self._sides.total_bytes() + self._kept.state_bytes(),
             tables=sum(p.tables for p in parts)
             + sum(p.bookkeeping_bytes() for p in self.pools)
-            + self._digests.bytes(),
+            + self._digests.bytes()
+            + self._kept.bytes(),
         )
 
     def check(self) -> None:
@@ -485,5 +466,9 @@ class PagedCache:
         self._digests.check(slots)
         for pool in self.pools:
             mine = [g for g in self.groups if g.pool is pool]
-            both = ((g.owned(slots), self._digests.owned(g, slots)) for g in mine)
-            pool.check([np.concatenate(pages) for pages in both])
+            kept = [self._kept.owned(g) for g in mine]
+            both = zip(mine, kept, strict=True)
+            owned = [(g.owned(slots), self._digests.owned(g, slots), k) for g, k in both]
+            pool.check([np.concatenate(pages) for pages in owned])
+            count = np.bincount(np.concatenate(kept), minlength=pool.kept.size)
+            assert np.array_equal(count, pool.kept), "kept pages are counted wrong"

@@ -21,6 +21,7 @@ class PagePool:
     """Payload [N, U, P, D] per stored tensor, and who owns its bundles.
 
     ref   int32 [N]     owners of a bundle; bundle 0 is trash: never owned, never free
+    kept  int32 [N]     owners that are rows kept for later requests, among `ref`
     free  int32 [N-1]   a stack of which the first num_free entries count
     """
 
@@ -33,8 +34,10 @@ class PagePool:
             torch.empty((*shape, d), dtype=dtype, device=device) for d in geo.spec.stored_dims
         )
         self.ref: Ints = np.zeros(num_pages + 1, np.int32)
+        self.kept: Ints = np.zeros(num_pages + 1, np.int32)
         self.free: Ints = np.arange(num_pages, 0, -1, dtype=np.int32)  # low ids on top
         self.num_free = num_pages
+        self.num_kept = 0  # references of kept rows
         self.num_refs = 0  # > pages in use exactly when some page is shared
 
     @property
@@ -49,6 +52,24 @@ class PagePool:
     @property
     def free_heads(self) -> int:
         return self.num_free * self.units
+
+    def reclaimable(self) -> int:
+        """Bundles that nobody but kept rows owns."""
+        if not self.num_kept:
+            return 0
+        return int(np.count_nonzero((self.kept > 0) & (self.kept == self.ref)))
+
+    def keep(self, pages: Ints) -> None:
+        """A kept row becomes one more owner of these distinct pages."""
+        self.share(pages)
+        self.kept[pages] += 1
+        self.num_kept += pages.size
+
+    def unkeep(self, pages: Ints) -> Ints:
+        """A kept row gives them up; returns those that came free."""
+        self.kept[pages] -= 1
+        self.num_kept -= pages.size
+        return self.drop(pages)
 
     def take(self, count: int) -> Ints:
         assert count <= self.num_free, f"{count} pages wanted, {self.num_free} are free"
@@ -86,13 +107,15 @@ class PagePool:
         """
         if not self.any_shared:
             return np.zeros(pages.size, np.bool_)
-        unique, first, counts = np.unique(pages, return_index=True, return_counts=True)
         copy = self.ref[pages] > 1
+        if not copy.any():
+            return copy
+        unique, first, counts = np.unique(pages, return_index=True, return_counts=True)
         copy[first[counts == self.ref[unique]]] = False
         return np.asarray(copy, np.bool_)
 
     def bookkeeping_bytes(self) -> int:
-        return self.ref.nbytes + self.free.nbytes
+        return self.ref.nbytes + self.kept.nbytes + self.free.nbytes
 
     def payload_bytes(self) -> int:
         return sum(t.nbytes for t in self.payload)

@@ -63,6 +63,7 @@ class RowTable:
     """Rows of all requests of one group.
 
     rewriters: requests whose side slots were written after their step: they own all their pages.
+    copying: requests that get pages of their own in their next step, once.
     """
 
     def __init__(self, rows: int, pool: PagePool) -> None:
@@ -71,6 +72,7 @@ class RowTable:
         self.sealed: Ints = np.zeros((0, rows), np.int32)
         self.tables = PageTables(rows)
         self.rewriters: set[int] = set()
+        self.copying: set[int] = set()
 
     def held(self, lens: Ints) -> Ints:
         """Pages that rows of these lengths hold."""
@@ -97,8 +99,9 @@ class RowTable:
         page = np.zeros(0, np.int32)
         if self.pool.any_shared:
             first = old // self.page_size  # the first page that is written: the open one
-            if self.rewriters:
-                first[[int(slot) in self.rewriters for slot in slots]] = 0
+            owners = self.rewriters | self.copying
+            if owners:
+                first[[int(slot) in owners for slot in slots]] = 0
             count = np.where((tokens > 0)[:, None], have - first, 0).ravel()
             row = np.repeat(np.arange(count.size), count)
             col = np.arange(row.size) - np.repeat(np.cumsum(count) - count - first.ravel(), count)
@@ -135,6 +138,7 @@ class RowTable:
         freed = self.pool.drop(d.copy_page)
         assert freed.size == 0, "a shared page came free while it was copied"
         self.lens[d.slots] = d.new
+        self.copying.difference_update(d.slots.tolist())
         return Delta(src=d.copy_page, dst=dst, flat=flat, pages=fresh, num_new=rest.size)
 
     # ── whole requests ───────────────────────────────────────────────────────────────────────────
@@ -156,6 +160,24 @@ class RowTable:
         self.pool.share(pages)
         if source in self.rewriters:
             self.rewriters.add(slot)
+        if source in self.copying:
+            self.copying.add(slot)
+
+    def first_pages(self, slot: int, length: int) -> Ints:
+        """Pages [R, W] of the first `length` slots of a request's rows."""
+        rows, cols = np.arange(self.rows), np.arange(-(-length // self.page_size))
+        at = self.tables.at(np.full((self.rows, 1), slot), rows[:, None], cols)
+        return np.asarray(self.tables.arena[at])
+
+    def adopt(self, slot: int, pages: Ints, length: int, sealed: int, *, copies: bool) -> None:
+        """Let an empty request own the pages [R, W] of `length` slots, too."""
+        held = -(-length // self.page_size)
+        self.tables.put(slot, pages[:, :held])
+        self.pool.share(pages[:, :held].ravel())
+        self.lens[slot] = length
+        self.sealed[slot] = min(sealed, length // self.page_size)
+        if copies:
+            self.copying.add(slot)
 
     def truncate(self, slot: int, tokens: int) -> Ints:
         """Remove the newest tokens of every row; returns the pages that came free."""
@@ -195,6 +217,7 @@ class RowTable:
     def release(self, slot: int) -> Ints:
         freed = self.pool.drop(self.pages_of(slot))
         self.rewriters.discard(slot)
+        self.copying.discard(slot)
         self.lens[slot] = 0
         self.sealed[slot] = 0
         self.tables.drop(slot)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -112,6 +112,16 @@ class RequestSides:
     def set_state(self, request_id: int, layer: int, value: Sequence[Tensor]) -> None:
         self._state(request_id, layer)
         self._states[request_id][layer] = tuple(t.clone() for t in value)
+
+    def states_of(self, request_id: int) -> dict[int, tuple[Tensor, ...]]:
+        """Copies of a request's recurrent states, by layer."""
+        mine = self._states.get(request_id, {})
+        return {layer: tuple(t.clone() for t in state) for layer, state in mine.items()}
+
+    def adopt_states(self, request_id: int, states: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """Begin where others ended."""
+        for layer, state in states.items():
+            self.set_state(request_id, layer, state)
 
     def fork(self, source_id: int, request_id: int) -> None:
         for key, tensor in self._aux.get(source_id, {}).items():

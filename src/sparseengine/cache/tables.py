@@ -114,6 +114,12 @@ class PageTables:
             self.fit(np.array([slot]), np.array([width]))
             self._segment(slot)[:] = self._segment(source)
 
+    def put(self, slot: int, pages: Ints) -> None:
+        """Write the first columns [R, W] of a request's table."""
+        self.fit(np.array([slot]), np.array([pages.shape[1]]))
+        self._segment(slot)[:, : pages.shape[1]] = pages
+        self.touch([slot])
+
     def _segment(self, slot: int) -> Ints:
         lo, width = int(self.base[slot]), int(self.width[slot])
         return self.arena[lo : lo + self.rows * width].reshape(self.rows, width)

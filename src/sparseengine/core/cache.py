@@ -8,15 +8,20 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from sparseengine.core.method import LayerStep, SealedPages
-from sparseengine.core.plan import Request, StepPlan
+from sparseengine.core.plan import Miss, Request, StepPlan
 from sparseengine.core.view import AttentionView, Keep, Segment, Selection
 
 
 class PrefixHit(NamedTuple):
-    """Tokens of a request that are already stored, and the id they are forked from."""
+    """Tokens of a request that are already stored, and the id they are forked from.
+
+    copies: the request will rewrite them, so its first step gives it pages of its own.
+    """
 
     tokens: int = 0
     source: int | None = None
+    miss: Miss | None = None
+    copies: bool = False
 
 
 class Usage(NamedTuple):
@@ -33,7 +38,9 @@ class CacheManager(Protocol):
         """Pages in all groups together, in head pages."""
         ...
 
-    def free_pages(self) -> int: ...
+    def free_pages(self) -> int:
+        """Pages that are free, or would be if nothing were kept for later requests."""
+        ...
 
     def pages_for(
         self, tokens: int, *, positions: int | None = None, chunk: int | None = None
@@ -49,7 +56,12 @@ class CacheManager(Protocol):
         """How many tokens one more request could have, evicting nothing."""
         ...
 
-    def match(self, request: Request) -> PrefixHit: ...
+    def match(self, request: Request, limit: int) -> PrefixHit:
+        """The longest part of the first `limit` tokens that a kept row of its salt holds.
+
+        Whole pages, where rows can be cut; with the reason when it is not all that could be.
+        """
+        ...
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Give the request (empty or forked) rows. Forked rows share pages until written."""
@@ -70,7 +82,30 @@ class CacheManager(Protocol):
         """
         ...
 
-    def release(self, request_id: int, *, retain: bool = False) -> None: ...
+    def keep(self, request_id: int, tokens: Sequence[int], salt: str = "") -> None:
+        """Keep a copy of the request's rows, which hold these tokens, for later requests.
+
+        They share its pages, and go, the least recently used first, when others need the memory.
+        Rows that hold more are cut back to these tokens. Nothing is kept of rows from which
+        something was evicted, or which cannot be cut back so far.
+        """
+        ...
+
+    def forget_kept(self, tokens: Sequence[int] | None = None, salt: str = "") -> None:
+        """Let go of what is kept and begins with the same page as these tokens; None: of all."""
+        ...
+
+    @property
+    def reuse_step(self) -> int:
+        """Prompts take over multiples of so many tokens, where rows can be cut back."""
+        ...
+
+    @property
+    def keeps_ends_only(self) -> bool:
+        """Whether kept rows cannot be cut back at will (windows, states)."""
+        ...
+
+    def release(self, request_id: int) -> None: ...
 
     def write(self, layer: int, payload: tuple[Tensor, ...]) -> None: ...
 

@@ -4,11 +4,34 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from sparseengine.core.params import DENSE_PREFILL, SamplingParams, SparseParams
 
 UNKNOWN = -1  # a token that a step under way is about to sample; the device alone knows it
+
+
+MissReason = Literal[
+    "cold",  # nothing like it was stored
+    "diverged",  # what is stored goes on differently from position `at`
+    "evicted",  # it was stored, up to `at`, and made room for others
+    "below_page",  # less than a page is the same, or can be
+    "window",  # its window layers or states are those of a later position only
+    "fingerprint",  # its rows are not those of a dense prompt: `detail` names what differs
+    "bypassed",  # the request asks for what only running the prompt gives: `detail`
+]
+MISS_REASONS: tuple[MissReason, ...] = get_args(MissReason)
+
+
+class Miss(NamedTuple):
+    """Why not all of a prompt's reusable tokens were found stored.
+
+    detail: what is meant, or the text around `at`.
+    """
+
+    reason: MissReason
+    at: int | None = None
+    detail: str = ""
 
 
 class Purpose(Enum):
@@ -26,7 +49,9 @@ class Request:
     `tokens` is prompt + generated; the last one may be UNKNOWN. `computed` counts positions already
     run; after a preemption it restarts at 0 and the tokens are run again. `budget` is the resolved
     tokens per row (None: the method takes none). `method` and `prefill` are the keys under which
-    the controller finds the instances. Chunks of the prompt end at multiples of `align` where the
+    the controller finds the instances. `salt`: rows are shared with requests of the same salt.
+    `cached`: tokens of it that were found stored when it was first admitted, and `miss` why not
+    more. Chunks of the prompt end at multiples of `align` where the
     budget of a step allows. `parent` is the id of the request whose prompt rows an n > 1 sibling
     forks.
     """
@@ -44,6 +69,9 @@ class Request:
     parent: int | None = None
     prefill: str = DENSE_PREFILL
     align: int = 1
+    salt: str = ""
+    cached: int | None = None
+    miss: Miss | None = None
 
     @property
     def num_generated(self) -> int:

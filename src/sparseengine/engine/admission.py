@@ -13,7 +13,7 @@ WINDOW layers hold a window and the chunk that runs, whatever the method retains
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from sparseengine.config import SchedulerConfig
 from sparseengine.core.cache import CacheManager
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request
+from sparseengine.engine.prefix import Prefixes
 from sparseengine.errors import CapacityError
 
 
@@ -91,7 +92,8 @@ class Ticket:
 
     num_forks, fork_pages: siblings that will fork it when its prompt is done, and pages kept for
     them. family: the tickets that share its prompt's pages; the first of them is charged for
-    `shared_pages`, the others are not.
+    `shared_pages`, the others are not. source, hit_pages: the kept row that it began with, and the
+    pages it owns together with all that began so. needed_pages: what was free for it at first.
     """
 
     request: Request
@@ -100,6 +102,9 @@ class Ticket:
     num_forks: int = 0
     fork_pages: int = 0
     is_steady: bool = False
+    source: int | None = None
+    hit_pages: int = 0
+    needed_pages: int = 0
     shared_pages: int = 0
     family: list[Ticket] = field(default_factory=list)
     replays: deque[tuple[int, ...]] = field(default_factory=deque)
@@ -168,11 +173,16 @@ class Admission:
     """Turns demands into page charges. Knows tokens and pages, no method."""
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheManager, methods: Mapping[str, SparseMethod]
+        self,
+        config: SchedulerConfig,
+        cache: CacheManager,
+        methods: Mapping[str, SparseMethod],
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.reserve_output_tokens = config.reserve_output_tokens
         self.cache = cache
         self.methods = methods
+        self.prefixes = prefixes or Prefixes(cache, methods, enabled=False)
 
     def check_fits(self, request: Request) -> None:
         """Raise `CapacityError` when the request could not run with all pages to itself."""
@@ -188,38 +198,66 @@ class Admission:
                 available=available,
             )
 
-    def available_pages(self, running: Iterable[Ticket]) -> int:
+    def available_pages(self, running: Collection[Ticket]) -> int:
         """Pages that neither are in use nor are promised to an admitted request."""
         taken = 0
         for ticket in running:
             used = self.cache.usage(ticket.request.id).pages - ticket.shared_pages
-            taken += max(ticket.charge_pages, used) + ticket.fork_pages
+            taken += max(ticket.charge_pages, used) + ticket.fork_pages - ticket.hit_pages
+        taken += sum(self._hit_pages(running).values())
         return min(self.cache.free_pages(), self.cache.total_pages() - taken)
 
+    @staticmethod
+    def _hit_pages(running: Collection[Ticket]) -> dict[int, int]:
+        """Pages that requests own together, by the kept row they began with."""
+        found: dict[int, int] = {}
+        for ticket in running:
+            if ticket.source is not None:
+                found[ticket.source] = max(found.get(ticket.source, 0), ticket.hit_pages)
+        return found
+
     def admit(
-        self, request: Request, siblings: Sequence[Request], room: int, available: int
+        self,
+        request: Request,
+        siblings: Sequence[Request],
+        room: int,
+        available: int,
+        running: Collection[Ticket] = (),
     ) -> Ticket | None:
         """Give the request rows if it fits into `room` sequences and `available` pages, else None.
 
-        Siblings are let in with their parent, as many as could fit at all.
+        Siblings are let in with their parent, as many as could fit at all. What it finds stored and
+        shares with running requests, they have paid for.
         """
-        method = self.methods[request.method]
         pages = self._charge(request, self._output_tokens(request))
-        if room < 1 or pages.most > available:
+        paid = self._hit_pages(running)
+        if room < 1 or (pages.most > available and not paid):
+            return None
+        hit = self.prefixes.find(request)
+        own = 0 if hit.source is None or hit.copies else self._full_pages(hit.tokens)
+        needed = pages.most - (min(own, paid.get(hit.source, 0)) if hit.source is not None else 0)
+        if needed > available:
             return None
         num_forks, each = 0, 0
         if siblings:
             each = pages.steady - self._shared_pages(request)
             most = (self.cache.total_pages() - pages.most) // max(1, each)
             num_forks = min(len(siblings), most)
-            if num_forks and pages.most + num_forks * each > available:
+            if num_forks and needed + num_forks * each > available:
                 return None
             num_forks = min(num_forks, room - 1)
-        hit = self.cache.match(request)
         self.cache.admit(request, hit)
+        self.prefixes.note(request, hit)
         request.computed = hit.tokens
         return Ticket(
-            request, method, pages.most, num_forks=num_forks, fork_pages=num_forks * max(0, each)
+            request,
+            self.methods[request.method],
+            pages.most,
+            num_forks=num_forks,
+            fork_pages=num_forks * max(0, each),
+            source=hit.source if own else None,
+            hit_pages=own,
+            needed_pages=needed,
         )
 
     def settle(self, ticket: Ticket) -> None:
@@ -276,6 +314,9 @@ class Admission:
             return 0
         output = self._output_tokens(request)
         demand = method.demand(request.prompt_len, output, request.budget)
-        kept = max(0, demand.steady_tokens - output)
-        full = self.cache.pages_for(kept, positions=0) - self.cache.pages_for(1, positions=0)
+        return self._full_pages(max(0, demand.steady_tokens - output))
+
+    def _full_pages(self, tokens: int) -> int:
+        """Pages of rows of so many tokens, without the open ones and those of WINDOW layers."""
+        full = self.cache.pages_for(tokens, positions=0) - self.cache.pages_for(1, positions=0)
         return max(0, full)

@@ -22,6 +22,7 @@ from sparseengine.engine.memory import (
     most_usable_bytes,
 )
 from sparseengine.engine.model import Model
+from sparseengine.engine.prefix import Prefixes
 from sparseengine.engine.profile import Needs, make_graphs, profile, uses_graphs
 from sparseengine.engine.runner import Runner
 from sparseengine.engine.scheduler import Scheduler
@@ -86,7 +87,12 @@ def build_engine(resolved: Resolved) -> Built:
             grammar_timeout_s=config.runtime.grammar_timeout_s,
         ),
         scheduler=Scheduler(
-            config.scheduler, cache, methods.instances, collector, controller.shrink
+            config.scheduler,
+            cache,
+            methods.instances,
+            collector,
+            controller.shrink,
+            Prefixes(cache, methods.instances, enabled=config.cache.enable_prefix_caching),
         ),
         runner=runner,
         controller=controller,

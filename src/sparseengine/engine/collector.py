@@ -23,6 +23,8 @@ from sparseengine.engine.outputs import (
 from sparseengine.engine.record import token_bytes
 from sparseengine.engine.runner import Runner
 
+_AROUND = 12  # tokens shown on both sides of where a prompt leaves what is stored
+
 
 @dataclass(slots=True, eq=False)
 class Family:
@@ -123,6 +125,7 @@ class Collector:
         completion.finish_reason, completion.stop_reason = finish
         completion.sparse = self.controller.sparse_output(request)
         self._note_kv(family, request)
+        self._note_cache(family.output, request)
         self.runner.forget(request.id)
         self.counters[f"finished_{finish.reason}"] += 1
         if all(c.finished() for c in family.members.values()):
@@ -160,6 +163,17 @@ class Collector:
         if metrics is not None and request.computed:
             metrics.kv_bytes += self.controller.cache.usage(request.id).bytes
             metrics.dense_kv_bytes += request.computed * self._token_bytes
+
+    def _note_cache(self, output: RequestOutput, request: Request) -> None:
+        """What was found stored, and why not more; with the words around a fork in the text."""
+        if request.cached is None:
+            return
+        output.num_cached_tokens, output.cache_miss = request.cached, request.miss
+        miss = request.miss
+        if miss is not None and miss.at is not None and self.backend is not None:
+            around = request.tokens[max(0, miss.at - _AROUND) : miss.at + _AROUND]
+            text = self.backend.decode(around, skip_special_tokens=False)
+            output.cache_miss = miss._replace(detail=text)
 
     def _add_logprobs(self, completion: CompletionOutput, token: int, row: Logprobs) -> None:
         if completion.logprobs is None:

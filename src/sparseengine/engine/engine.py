@@ -65,7 +65,7 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is not None:
             samples = self.runner.run(plan)
-            self.controller.end_step(plan)
+            self._end_step(plan)
             self.scheduler.commit(plan, samples)
             self._count(plan)
         return self.report()
@@ -82,13 +82,20 @@ class Engine:
             plan = self.scheduler.schedule(ahead=before is not None)
         self._pending = None if plan is None else self.runner.launch(plan, before)
         if plan is not None:
-            self.controller.end_step(plan)
+            self._end_step(plan)
             self._count(plan)
         if before is not None:
             self.scheduler.book(before.plan, self.runner.collect(before))
         if plan is not None and not self.scheduler.advance(plan):
             self._pending = None
         return self.report()
+
+    def _end_step(self, plan: StepPlan) -> None:
+        """Prompts that are done are kept as they are before anything is evicted from them."""
+        for chunk in plan.chunks:
+            if chunk.ends_prompt:
+                self.scheduler.prefixes.prompt_done(chunk.request)
+        self.controller.end_step(plan)
 
     def _count(self, plan: StepPlan) -> None:
         self.num_steps += 1
@@ -121,14 +128,22 @@ class Engine:
         prompt: str | None = None,
         request_id: str | None = None,
         stream: bool = False,
+        cache_salt: str = "",
     ) -> str:
         """Check and queue a prompt; returns its request id.
 
-        `stream` makes every step that adds tokens return the request, not only the last one. Raises
+        `stream` makes every step that adds tokens return the request, not only the last one. Stored
+        prefixes are shared between requests of one `cache_salt`. Raises
         `RequestError` (`CapacityError` when it can never fit); the engine goes on serving.
         """
         submission = self.prepare(
-            prompt_token_ids, sampling, sparse, prompt=prompt, request_id=request_id, stream=stream
+            prompt_token_ids,
+            sampling,
+            sparse,
+            prompt=prompt,
+            request_id=request_id,
+            stream=stream,
+            cache_salt=cache_salt,
         )
         self.submit(submission)
         return submission.request_id
@@ -142,12 +157,19 @@ class Engine:
         prompt: str | None = None,
         request_id: str | None = None,
         stream: bool = False,
+        cache_salt: str = "",
     ) -> Submission:
         """The checks of `add_request` alone."""
         if request_id is not None and request_id in self._live:
             raise RequestError(f"request_id={request_id!r} is in use by a request that still runs")
         submission = self.intake.prepare(
-            prompt_token_ids, sampling, sparse, prompt=prompt, request_id=request_id, stream=stream
+            prompt_token_ids,
+            sampling,
+            sparse,
+            prompt=prompt,
+            request_id=request_id,
+            stream=stream,
+            cache_salt=cache_salt,
         )
         self.scheduler.admission.check_fits(submission.requests[0])
         while submission.request_id in self._live:  # a caller's own id looks like one of ours
@@ -235,10 +257,16 @@ class Engine:
             "num_shrinks": self.scheduler.num_shrinks,
             "num_steps": self.num_steps,
             **self.stats.values(),
+            **self.scheduler.prefixes.values(),
         }
         for reason in ("stop", "length", "abort", "error"):
             found[f"request_success_{reason}"] = counters[f"finished_{reason}"]
         return found
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is kept for later requests; what runs goes on."""
+        self.scheduler.cache.forget_kept()
+        return True
 
     def recover(self, error: Exception) -> None:
         """After `step` raised: end the request that is to blame, let all others go on."""

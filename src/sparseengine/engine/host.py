@@ -121,6 +121,7 @@ class EngineHost:
                 message.sparse,
                 request_id=key,
                 stream=True,
+                cache_salt=message.cache_salt,
             )
         except CapacityError as error:
             self._channel.send(Rejected(message.key, str(error), "capacity"))
@@ -146,9 +147,8 @@ class EngineHost:
         self._channel.send(Reply(message.key, actions[message.name](), None))
 
     def _reset_prefix_cache(self) -> bool:
-        """Whether cached prefixes were dropped; true as well when the cache keeps none."""
-        reset = getattr(self.engine, "reset_prefix_cache", None)
-        return True if reset is None else bool(reset())
+        """Drop cached prefixes; true as well when there are none."""
+        return self.engine.reset_prefix_cache()
 
     # ── news ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,6 +211,7 @@ class EngineHost:
             found.append(
                 last._replace(
                     num_cached_tokens=output.num_cached_tokens,
+                    cache_miss=output.cache_miss,
                     metrics=output.metrics,
                     is_last=True,
                 )

@@ -176,6 +176,7 @@ class Intake:
         prompt: str | None = None,
         request_id: str | None = None,
         stream: bool = False,
+        cache_salt: str = "",
     ) -> Submission:
         """Check one prompt. Raises `RequestError`; nothing is queued yet."""
         ids = self._check_prompt(prompt_token_ids)
@@ -205,6 +206,7 @@ class Intake:
                 parent=parent if index else None,
                 prefill=prefill,
                 align=align,
+                salt=cache_salt,
             )
             requests.append(request)
             seed = self._seed(sampling, parent, index)

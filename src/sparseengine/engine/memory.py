@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from sparseengine.cache.manager import UNBOUNDED_TOKENS, PagedCache
+from sparseengine.cache.manager import PagedCache
 from sparseengine.cache.memory import pools_of, request_bytes
 from sparseengine.cache.plan import geometry
+from sparseengine.cache.room import UNBOUNDED_TOKENS
 from sparseengine.core.attention import AttentionBackend
 from sparseengine.core.method import SparseMethod
 from sparseengine.core.specs import ModelSpec

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Miss
 from sparseengine.engine.outputs import FinishReason, Logprobs, RequestMetrics
 from sparseengine.engine.record import SparseOutput
 
@@ -22,6 +23,7 @@ class Add(NamedTuple):
     tokens: NDArray[np.int64]
     sampling: SamplingParams
     sparse: SparseParams | None
+    cache_salt: str = ""
 
 
 class Abort(NamedTuple):
@@ -102,6 +104,7 @@ class Delta(NamedTuple):
     stop_reason: int | str | None = None
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
+    cache_miss: Miss | None = None
     metrics: RequestMetrics | None = None
     sparse: SparseOutput | None = None
     is_last: bool = False  # the request's last delta

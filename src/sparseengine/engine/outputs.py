@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from sparseengine.core.plan import Miss
 from sparseengine.engine.record import SparseOutput
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -80,7 +81,11 @@ class CompletionOutput:
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """A request's state so far: cumulative, as vLLM's."""
+    """A request's state so far: cumulative, as vLLM's.
+
+    num_cached_tokens: of the prompt, found stored. cache_miss: why not more of them; None when all
+    that could be were found, or nothing is looked up in this engine.
+    """
 
     request_id: str
     prompt: str | None
@@ -89,4 +94,5 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[Logprobs | None] | None = None
     num_cached_tokens: int = 0
+    cache_miss: Miss | None = None
     metrics: RequestMetrics | None = None

@@ -9,6 +9,7 @@ import torch
 from sparseengine.attention import BACKENDS
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.attention import AttentionBackend
+from sparseengine.core.cache import PrefixHit
 from sparseengine.core.params import SamplingParams
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.controller import Controller
@@ -117,7 +118,7 @@ def _prefill(runner: Runner, methods: MethodTable, tokens: int, max_rows: int) -
     )
     plan = StepPlan((Chunk(request, tuple(request.tokens), 0, Purpose.PREFILL, True),))
     cache = runner.cache
-    cache.admit(request, cache.match(request))
+    cache.admit(request, PrefixHit())
     cache.reserve(plan)
     hidden = runner.forward(plan)
     runner.controller.end_step(plan)

@@ -23,6 +23,7 @@ from sparseengine.core.plan import UNKNOWN, Chunk, Purpose, Request, StepPlan
 from sparseengine.engine.admission import Admission, Ticket
 from sparseengine.engine.faults import blame
 from sparseengine.engine.outputs import Finish, Sample
+from sparseengine.engine.prefix import Prefixes
 from sparseengine.engine.quarantine import Quarantine
 from sparseengine.errors import CapacityError
 
@@ -64,13 +65,15 @@ class Scheduler:
         methods: Mapping[str, SparseMethod],
         sink: Sink,
         shrink: Callable[[Request], bool] = lambda request: False,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.config = config
         self.shrink = shrink
         self.cache = cache
         self.methods = methods
         self.sink = sink
-        self.admission = Admission(config, cache, methods)
+        self.prefixes = prefixes or Prefixes(cache, methods, enabled=False)
+        self.admission = Admission(config, cache, methods, self.prefixes)
         self.waiting: list[Request] = []
         self.siblings: dict[int, list[Request]] = {}
         self.running: dict[int, Ticket] = {}
@@ -155,12 +158,13 @@ class Scheduler:
         room = self._max_running - sum(1 + t.num_forks for t in self.running.values())
         if not self.waiting or room < 1:
             return
-        available = self.admission.available_pages(self.running.values())
+        running = self.running.values()
+        available = self.admission.available_pages(running)
         while self.waiting:
             request = self.waiting[0]
             siblings = self.siblings.get(request.id, [])
             try:
-                ticket = self.admission.admit(request, siblings, room, available)
+                ticket = self.admission.admit(request, siblings, room, available, running)
             except Exception as error:
                 blame(error, (request.id,))
                 raise
@@ -173,7 +177,7 @@ class Scheduler:
             self.waiting.pop(0)
             self.running[request.id] = ticket
             room -= 1 + ticket.num_forks
-            available -= ticket.charge_pages + ticket.fork_pages
+            available -= ticket.needed_pages + ticket.fork_pages
             self._orphan(request.id, keep=ticket.num_forks)
 
     def _pick(self) -> list[Chunk]:
@@ -393,12 +397,13 @@ class Scheduler:
         self.sink.end(request, finish)
         self.quarantine.forget(request)
         if request.id in self.running:
+            self.prefixes.keep(request, finish)
             self._drop(self.running[request.id], preempted=False)
         self._orphan(request.id)
 
     def _drop(self, ticket: Ticket, *, preempted: bool) -> None:
         request = ticket.request
         del self.running[request.id]
-        self.cache.release(request.id, retain=False)
+        self.cache.release(request.id)
         self.admission.drop(ticket)
         self.sink.forget(request, preempted=preempted)

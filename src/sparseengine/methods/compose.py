@@ -146,6 +146,9 @@ class Wrapper(SparseMethod):
     def demand(self, prompt_len: int, max_tokens: int, budget: int | None) -> Demand:
         return self.retain.demand(prompt_len, max_tokens, budget)
 
+    def reusable(self, prompt_len: int) -> int:
+        return self.retain.reusable(prompt_len)
+
     def prefill_block(self) -> int | None:
         return self.retain.prefill_block()
 

@@ -193,6 +193,13 @@ class EvictionMethod(Method):
             if longest > budget or by_error:
                 self.note(at, i, budget)
 
+    def reusable(self, prompt_len: int) -> int:
+        """All of the prompt, if stored rows are all that is looked at when it ends."""
+        own = type(self)
+        looks = own.watch is not EvictionMethod.watch or self.uses("layer_end")
+        looks |= own.observe is not EvictionMethod.observe or self.prefill_block() is not None
+        return 0 if looks else prompt_len
+
     def why_not(self, allocation: Allocation) -> str | None:
         """Why rows of this method cannot share budgets so; None if they can."""
         own = type(self)

@@ -71,6 +71,10 @@ class KeyDiff(BurstEviction):
     def can_shrink(self, request: Request) -> bool:
         return True
 
+    def reusable(self, prompt_len: int) -> int:
+        """All of the prompt: stored keys are all it looks at."""
+        return 0 if self.config.block_tokens else prompt_len
+
     def prefill_block(self) -> int | None:
         return self.config.block_tokens or None
 

@@ -152,6 +152,10 @@ class KVzip(EvictionMethod):
         size: int = min(self.config.chunk, max(_LEAST_CHUNK, room), prompt_len)
         return size
 
+    def reusable(self, prompt_len: int) -> int:
+        """All of the prompt: its repetitions run on what is stored."""
+        return prompt_len
+
     def replay(self, request: Request) -> Sequence[tuple[int, ...]]:
         """The prompt's chunks, each behind what asks for it."""
         length = request.prompt_len

@@ -102,6 +102,10 @@ class SnapKV(EvictionMethod):
     def protected(self, budget: int) -> tuple[int, int]:
         return split_protected(budget, self.config.sink, self.config.window)
 
+    def reusable(self, prompt_len: int) -> int:
+        """All but the window, whose queries must be seen."""
+        return 0 if self.config.block_tokens else max(0, prompt_len - self.config.window)
+
     def prefill_block(self) -> int | None:
         return self.config.block_tokens or None
 

@@ -37,6 +37,7 @@ class MessagesJob:
         await self.talk.prepare(
             Asked(
                 stream=bool(self.body.stream),
+                cache_salt=body.cache_salt,
                 messages=flatten_messages(chat_messages(body.system, body.messages)),
                 sampling={
                     "temperature": body.temperature,

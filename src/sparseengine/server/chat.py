@@ -40,6 +40,7 @@ class ChatJob:
         await self.conversation.prepare(
             Asked(
                 stream=bool(self.body.stream),
+                cache_salt=body.cache_salt,
                 messages=flatten_messages(body.messages),
                 sampling=self._fields(),
                 sparse=body.sparse,
@@ -217,7 +218,7 @@ class ChatJob:
 
     def _usage(self) -> dict[str, Any]:
         record = self.conversation.record
-        return usage(record.prompt_tokens, record.output_tokens, record.cached_tokens)
+        return usage(record, record.output_tokens)
 
 
 def finish_reason(c: MessageChoice) -> str | None:

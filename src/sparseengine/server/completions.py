@@ -17,6 +17,7 @@ from sparseengine.engine.record import SparseOutput
 from sparseengine.server.answers import DONE, answer, data_event, event_stream
 from sparseengine.server.errors import ApiError, not_finished
 from sparseengine.server.logprobs import CompletionLogprobs, prompt_rows
+from sparseengine.server.records import Record
 from sparseengine.server.sampling import common_fields
 from sparseengine.server.schemas import CompletionBody
 from sparseengine.server.service import Service, record_of
@@ -204,7 +205,11 @@ class CompletionJob:
 
     def _run(self) -> Any:
         return self.service.running(
-            record_of(self.request), self.prompts, self.sampling, self.sparse
+            record_of(self.request),
+            self.prompts,
+            self.sampling,
+            self.sparse,
+            self.body.cache_salt,
         )
 
     def _choices(self) -> list[_Choice]:
@@ -262,15 +267,19 @@ class CompletionJob:
     def _usage(self) -> dict[str, Any]:
         record = record_of(self.request)
         output = 0 if self.scores_only else record.output_tokens
-        return usage(record.prompt_tokens, output, record.cached_tokens)
+        return usage(record, output)
 
 
-def usage(prompt: int, output: int, cached: int) -> dict[str, Any]:
+def usage(record: Record, output: int) -> dict[str, Any]:
+    """OpenAI's `usage`; `cache_miss` says why no more of the prompt was found stored."""
+    prompt, details = record.prompt_tokens, {"cached_tokens": record.cached_tokens}
+    if record.cache_miss is not None:
+        details |= {"cache_miss": record.cache_miss._asdict()}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": details,
     }
 
 

@@ -36,6 +36,7 @@ class Asked:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     stream: bool = False
+    cache_salt: str | None = None
 
 
 class Conversation:
@@ -69,6 +70,7 @@ class Conversation:
         self.sparse: SparseParams | None = service.sparse(asked.sparse)
         given_length = fields.get("max_tokens")
         self.sampling: SamplingParams = service.sampling(fields, as_many_as_fit=True)
+        self.cache_salt = asked.cache_salt
         service.check_room(self.sampling.n)
         text, self.prompt_ids = await self._encode(asked, plan)
         service.check_length(len(self.prompt_ids), given_length)
@@ -105,7 +107,7 @@ class Conversation:
     @asynccontextmanager
     async def run(self) -> AsyncIterator[Stream]:
         async with self.service.running(
-            self.record, [self.prompt_ids], self.sampling, self.sparse
+            self.record, [self.prompt_ids], self.sampling, self.sparse, self.cache_salt
         ) as stream:
             yield stream
 

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from sparseengine.async_llm import AsyncLLM
+from sparseengine.core.plan import MISS_REASONS
 from sparseengine.engine.messages import Delta
 from sparseengine.engine.record import SparseOutput
 from sparseengine.engine.stats import TOKEN_BOUNDS
@@ -36,6 +37,8 @@ _COUNTERS = {
     "generation_tokens": "tokens generated",
     "num_preemptions": "requests that were put back to make room",
     "num_shrinks": "times that a request evicted more to make room",
+    "prefix_cache_queries": "prompt tokens that were looked up among stored prefixes",
+    "prefix_cache_hits": "prompt tokens that were found there",
 }
 _SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 _REASONS = ("stop", "length", "abort", "error")
@@ -155,8 +158,19 @@ class _EngineValues(Collector):
         for method, count in self._llm.freed_bytes.items():
             freed.add_metric([self._model, method], count)
         yield freed
+        yield self._misses(values)
         yield self._fallbacks(values)
         yield self._iterations(values)
+
+    def _misses(self, values: Mapping[str, float]) -> CounterMetricFamily:
+        found = CounterMetricFamily(
+            _PREFIX + "prefix_miss",
+            "requests of which not all that could be was found stored, by the reason",
+            labels=[*self._labels, "reason"],
+        )
+        for reason in MISS_REASONS:
+            found.add_metric([self._model, reason], values.get(f"prefix_miss_{reason}", 0.0))
+        return found
 
     def _fallbacks(self, values: Mapping[str, float]) -> CounterMetricFamily:
         """The one site that decides anew at every step; the others are in /server_info."""

@@ -65,7 +65,7 @@ class Envelope:
         reply = _Reply(send, record, self._settings.client_timeout)
         watched = _watched(receive, record)
         try:
-            self._check_key(scope["path"], scope["method"], headers)
+            record.tenant = self._check_key(scope["path"], scope["method"], headers)
             await self._app(scope, watched, reply)
         except _ClientGoneError:
             record.disconnected = True
@@ -94,10 +94,13 @@ class Envelope:
         if not reply.started:
             await error.response(scope["path"])(scope, receive, reply)
 
-    def _check_key(self, path: str, verb: str, headers: dict[bytes, bytes]) -> None:
-        """Every key is compared in full, whichever matches, in constant time."""
+    def _check_key(self, path: str, verb: str, headers: dict[bytes, bytes]) -> str:
+        """The number of the key that was given, "" where none is needed.
+
+        Every key is compared in full, whichever matches, in constant time.
+        """
         if not self._keys or path in OPEN_PATHS or verb == "OPTIONS":
-            return
+            return ""
         given = headers.get(b"authorization", b"")
         token = given[7:] if given[:7].lower() == b"bearer " else headers.get(b"x-api-key", b"")
         digest = _digest(token)
@@ -109,6 +112,7 @@ class Envelope:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return str(matches.index(True))
 
 
 class _ClientGoneError(Exception):

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from sparseengine.async_llm import Arrived
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Miss
 
 log = logging.getLogger("sparseengine.access")
 _requests = logging.getLogger("sparseengine.requests")
@@ -54,6 +55,8 @@ class Record:
     n: int = 1
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cache_miss: Miss | None = None
+    tenant: str = ""  # which of several API keys was given; prefixes are shared within one
     output_tokens: int = 0
     kv_bytes: int = 0
     dense_kv_bytes: int = 0
@@ -81,6 +84,7 @@ class Record:
             self.finishes.append(delta.finish_reason)
         if delta.is_last:
             self.cached_tokens += delta.num_cached_tokens
+            self.cache_miss = self.cache_miss or delta.cache_miss
             if delta.metrics is not None:
                 self.kv_bytes += delta.metrics.kv_bytes
                 self.dense_kv_bytes += delta.metrics.dense_kv_bytes
@@ -106,6 +110,7 @@ class Record:
                 "n": self.n,
                 "prompt_tokens": self.prompt_tokens,
                 "cached_tokens": self.cached_tokens,
+                "cache_miss": None if self.cache_miss is None else self.cache_miss.reason,
                 "output_tokens": self.output_tokens,
                 "resident_bytes": self.kv_bytes,
                 "freed_bytes": max(0, self.dense_kv_bytes - self.kv_bytes),

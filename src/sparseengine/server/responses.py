@@ -54,6 +54,7 @@ class ResponsesJob:
         await self.talk.prepare(
             Asked(
                 stream=bool(self.body.stream),
+                cache_salt=body.cache_salt,
                 messages=flatten_messages(chat_messages(body.instructions, body.input)),
                 sampling={
                     "temperature": body.temperature,

@@ -46,7 +46,6 @@ class _NoEffect(Body):
     request_id: str | None = None  # ids are made by the server; a client's is only logged
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    cache_salt: str | None = None  # nothing is shared between requests that carry different salts
     service_tier: Literal["auto", "default"] | None = None
     priority: Literal[0] = 0
     use_beam_search: Literal[False] = False
@@ -64,6 +63,7 @@ class SamplingFields(_NoEffect):
     top_k: Int64 | None = None
     min_p: float | None = None
     n: Int64 = 1
+    cache_salt: str | None = None  # stored prefixes are shared within one salt only
     seed: Int64 | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[Int64] | None = None
@@ -137,6 +137,7 @@ class ResponsesBody(Body):
     model: str | None = None
     input: str | list[Json]
     instructions: str | None = None
+    cache_salt: str | None = None  # stored prefixes are shared within one salt only
     max_output_tokens: Int64 | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -176,6 +177,7 @@ class MessagesBody(Body):
     messages: list[Json]
     max_tokens: Int64
     system: str | list[Json] | None = None
+    cache_salt: str | None = None  # stored prefixes are shared within one salt only
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None

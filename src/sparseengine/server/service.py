@@ -207,12 +207,17 @@ class Service:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams,
         sparse: SparseParams | None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[Stream]:
-        """A stream of deltas that ends, whatever happens, when the block is left."""
+        """A stream of deltas that ends, whatever happens, when the block is left.
+
+        Stored prefixes are shared within one API key and one salt.
+        """
         count = len(prompts) * sampling.n
         self.check_room(count)
         record.begin(prompts, sampling, sparse, self.info.methods[0])
-        stream = self.llm.submit(prompts, sampling, sparse)
+        salt = f"{record.tenant}:{cache_salt or ''}"
+        stream = self.llm.submit(prompts, sampling, sparse, cache_salt=salt)
         self.in_flight += count
         try:
             for key, ids in zip(stream.keys, prompts, strict=True):

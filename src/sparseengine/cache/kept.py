@@ -1,0 +1,267 @@
+"""Rows kept for later requests: what a prefix cache shares.
+
+A kept row is what a finished request leaves: its tokens, and for each group the pages that hold
+them, of which it is one owner among others. A later prompt that begins with the same tokens takes
+the pages over up to there; the first write into a page that others own copies it. Rows that
+continue another replace it; those that branch off share the pages of what they have in common.
+
+Nobody waits for what is kept: when a step lacks pages, the row used longest ago gives up its tail,
+half of it at a time, and then goes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from sparseengine.cache.group import GroupCache
+from sparseengine.cache.sides import RequestSides
+from sparseengine.cache.tables import Ints
+from sparseengine.core.cache import PrefixHit
+from sparseengine.core.plan import Miss
+from sparseengine.core.specs import ModelSpec
+
+MAX_ROWS = 1024  # compared with a prompt one by one
+_MAX_GHOSTS = 64
+_LEAST_CUT = 1024  # tokens; shorter rows go as a whole
+_LOOK = 64  # tokens compared first: most rows differ early
+
+States = Mapping[int, tuple[Tensor, ...]]
+
+
+@dataclass(slots=True)
+class _Part:
+    """A row in one group: its length, and how many of its pages [R, W] were reported as full."""
+
+    length: int
+    sealed: int
+    pages: Ints
+
+
+@dataclass(slots=True)
+class _Kept:
+    tokens: Ints
+    salt: str
+    parts: list[_Part]
+    states: States
+    was_cut: bool = False
+
+
+class KeptRows:
+    """The kept rows of one cache, the one used longest ago first. Knows no method.
+
+    step: prompts take over multiples of so many tokens. ends_only: rows cannot be cut back, for
+    some layers have a window or a state.
+    """
+
+    def __init__(self, model: ModelSpec, groups: Sequence[GroupCache], sides: RequestSides) -> None:
+        self._groups, self._sides = groups, sides
+        self._rows: OrderedDict[int, _Kept] = OrderedDict()
+        self._ghosts: deque[tuple[str, Ints]] = deque(maxlen=_MAX_GHOSTS)
+        self._next_key = 0
+        self.step = max((g.geo.page_size for g in groups), default=1)
+        self.ends_only = len(model.kv_layers) < len(model.layers) or any(
+            g.geo.window is not None for g in groups
+        )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    # ── finding ──────────────────────────────────────────────────────────────────────────────────
+
+    def find(self, tokens: Sequence[int], salt: str, limit: int) -> PrefixHit:
+        """The most of the first `limit` tokens that a row of this salt has, and why not more."""
+        wanted = np.asarray(tokens[:limit], np.int32)
+        best, source, longest, is_all = 0, None, 0, False
+        for key, row in self._of(salt):
+            common = _common(wanted, row.tokens)
+            if common >= longest:
+                longest, is_all = common, common == row.tokens.size
+            usable = self._usable(row, common)
+            if usable and usable >= best:
+                best, source = usable, key
+        if source is not None:
+            self._rows.move_to_end(source)
+        if best >= limit // self.step * self.step:
+            return PrefixHit(best, source)
+        gone = max((_common(wanted, t) for s, t in self._ghosts if s == salt), default=0)
+        return PrefixHit(best, source, self._miss(limit, best, longest, gone, is_all=is_all))
+
+    def _of(self, salt: str) -> Iterator[tuple[int, _Kept]]:
+        return ((key, row) for key, row in self._rows.items() if row.salt == salt)
+
+    def _usable(self, row: _Kept, common: int) -> int:
+        """Tokens of a row that a prompt can begin with if so many are the same."""
+        whole = common // self.step * self.step
+        if self._can_cut(row, whole):
+            return whole
+        return common if common == row.tokens.size else 0
+
+    def _can_cut(self, row: _Kept, tokens: int) -> bool:
+        """Whether the first `tokens` of a row are all there: windows and states have moved on."""
+        gone = row.tokens.size - tokens
+        if gone and row.states:
+            return False
+        for group, part in zip(self._groups, row.parts, strict=True):
+            window = group.geo.window
+            if window is not None and part.length - gone < min(window - 1, tokens):
+                return False
+        return True
+
+    def _miss(self, limit: int, best: int, longest: int, gone: int, *, is_all: bool) -> Miss | None:
+        if gone // self.step * self.step > best and gone > longest:
+            return Miss("evicted", gone)
+        if not longest:
+            return Miss("cold")
+        if longest < self.step:
+            return Miss("below_page", longest)
+        if longest // self.step * self.step > best:
+            return Miss("window", longest)
+        return None if is_all else Miss("diverged", longest)
+
+    # ── keeping ──────────────────────────────────────────────────────────────────────────────────
+
+    def add(
+        self, request_id: int, slot: int, stored: int, tokens: Sequence[int], salt: str
+    ) -> None:
+        """Keep a request's rows of `stored` tokens, cut back to `tokens`, the first of them.
+
+        Nothing happens if they cannot be cut so, are less than a page, or something was evicted.
+        """
+        gone = stored - len(tokens)
+        assert gone >= 0, f"request {request_id} holds {stored} tokens, not {len(tokens)}"
+        wanted = np.asarray(tokens, np.int32)
+        if wanted.size < self.step or not self._is_news(wanted, salt):
+            return
+        states = self._sides.states_of(request_id)
+        if gone and states:
+            return
+        parts = []
+        for group in self._groups:
+            part = _cut_part(group, slot, stored, gone)
+            if part is None:
+                return
+            parts.append(part)
+        row = _Kept(wanted, salt, parts, states)
+        for group, part in zip(self._groups, parts, strict=True):
+            group.pool.keep(part.pages.ravel())
+        if not self.ends_only:
+            for key in [k for k, r in self._of(salt) if _common(wanted, r.tokens) == r.tokens.size]:
+                self._drop(key)
+        self._rows[self._next_key] = row
+        self._next_key += 1
+        while len(self._rows) > MAX_ROWS:
+            self._evict(next(iter(self._rows)))
+
+    def _is_news(self, tokens: Ints, salt: str) -> bool:
+        """Whether no row has these tokens; one that has counts as used now."""
+        for key, row in self._of(salt):
+            same = row.tokens.size == tokens.size if self.ends_only else True
+            if same and _common(tokens, row.tokens) == tokens.size:
+                self._rows.move_to_end(key)
+                return False
+        return True
+
+    def adopt(self, key: int, tokens: int, slot: int, request_id: int, *, copies: bool) -> None:
+        """Give a request without rows the first `tokens` of a kept row; see `PrefixHit.copies`."""
+        row = self._rows[key]
+        gone = row.tokens.size - tokens
+        for group, part in zip(self._groups, row.parts, strict=True):
+            group.rows.adopt(slot, part.pages, part.length - gone, part.sealed, copies=copies)
+        self._sides.adopt_states(request_id, row.states)
+
+    # ── letting go ───────────────────────────────────────────────────────────────────────────────
+
+    def give_up_some(self) -> bool:
+        """Let go of the least recently used half row; False if nothing is kept."""
+        if not self._rows:
+            return False
+        key, row = next(iter(self._rows.items()))
+        half = row.tokens.size // 2 // self.step * self.step
+        if row.tokens.size < _LEAST_CUT or self.ends_only:
+            self._evict(key)
+            return True
+        if not row.was_cut:
+            self._ghosts.append((row.salt, row.tokens))
+        row.was_cut = True
+        for group, part in zip(self._groups, row.parts, strict=True):
+            part.length = half
+            part.sealed = min(part.sealed, half // group.geo.page_size)
+            held = -(-half // group.geo.page_size)
+            self._release(group, part.pages[:, held:])
+            part.pages = part.pages[:, :held].copy()
+        row.tokens = row.tokens[:half].copy()
+        return True
+
+    def forget(self, tokens: Sequence[int] | None, salt: str) -> None:
+        """Let go of rows of a salt that begin with the same page; of all rows without tokens."""
+        if tokens is None:
+            keys = list(self._rows)
+            self._ghosts.clear()
+        else:
+            wanted = np.asarray(tokens[: self.step], np.int32)
+            keys = [k for k, r in self._of(salt) if _common(wanted, r.tokens) == self.step]
+        for key in keys:
+            self._drop(key)
+
+    def _evict(self, key: int) -> None:
+        row = self._rows[key]
+        if not row.was_cut:
+            self._ghosts.append((row.salt, row.tokens))
+        self._drop(key)
+
+    def _drop(self, key: int) -> None:
+        for group, part in zip(self._groups, self._rows.pop(key).parts, strict=True):
+            self._release(group, part.pages)
+
+    @staticmethod
+    def _release(group: GroupCache, pages: Ints) -> None:
+        group.poison_pages(group.pool.unkeep(pages.ravel()))
+
+    # ── facts ────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows; shared ones count in each."""
+        return sum(row.tokens.size for row in self._rows.values())
+
+    def bytes(self) -> int:
+        """Host bytes of tokens and page lists."""
+        rows = self._rows.values()
+        return sum(r.tokens.nbytes + sum(p.pages.nbytes for p in r.parts) for r in rows)
+
+    def state_bytes(self) -> int:
+        each = (t for row in self._rows.values() for s in row.states.values() for t in s)
+        return sum(t.nbytes for t in each)
+
+    def owned(self, group: GroupCache) -> Ints:
+        """The page of every entry of a group's kept rows."""
+        at = self._groups.index(group)
+        found = [row.parts[at].pages.ravel() for row in self._rows.values()]
+        return np.concatenate(found) if found else np.zeros(0, np.int32)
+
+
+def _cut_part(group: GroupCache, slot: int, stored: int, gone: int) -> _Part | None:
+    """A request's row in a group without its newest `gone` of `stored` tokens, if it is there."""
+    lens, window = group.rows.lens[slot], group.geo.window
+    length = int(lens[0]) - gone
+    needed = stored - gone if window is None else min(window - 1, stored - gone)
+    is_intact = bool((lens == lens[0]).all()) and (window is not None or int(lens[0]) == stored)
+    if not is_intact or length < needed:
+        return None
+    sealed = min(int(group.rows.sealed[slot].min()), length // group.geo.page_size)
+    return _Part(length, sealed, group.rows.first_pages(slot, length))
+
+
+def _common(a: Ints, b: Ints) -> int:
+    """How many leading tokens are the same."""
+    size = min(a.size, b.size)
+    for stop in (min(size, _LOOK), size):
+        differ = np.flatnonzero(a[:stop] != b[:stop])
+        if differ.size:
+            return int(differ[0])
+    return size
