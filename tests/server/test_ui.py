@@ -164,6 +164,7 @@ def pixels(page: Page) -> int:
 
 
 def test_a_real_answer_and_what_it_kept(page: Page, smol: Served) -> None:
+    assert smol.post("/reset_prefix_cache", {}).json() == {"reset": True}
     open_page(page, smol)
     page.get_by_label("Method", exact=True).select_option("snapkv")
     page.get_by_label("Amount").fill("0.5")
@@ -183,6 +184,7 @@ def test_a_real_answer_and_what_it_kept(page: Page, smol: Served) -> None:
     expect(page.locator("#prompt-tokens")).to_have_text(str(found["usage"]["prompt_tokens"]))
     expect(page.locator("#answer-tokens")).to_have_text("8")
     expect(page.locator("#cached")).to_have_text("0")
+    expect(page.locator("#miss")).to_have_text("cold")
     expect(page.locator("#step-shown")).to_have_text("7 of 7")
     share = 100 * sparse["resident_bytes"] / sparse["dense_bytes"]
     assert share < 80
@@ -192,6 +194,12 @@ def test_a_real_answer_and_what_it_kept(page: Page, smol: Served) -> None:
     expect(page.locator("#step-shown")).to_contain_text("0 (the prompt is done)")
     check_layers(page, sparse, step=0)
     check_words(page, sparse)
+    again = smol.post(CHAT, body).json()["usage"]["prompt_tokens_details"]
+    assert again["cached_tokens"] > 16, "the second post began with the rows of the first"
+    ask(page, "And now?", tokens=2)
+    wait_answer(page)
+    assert int(page.locator("#cached").text_content()) >= again["cached_tokens"]
+    expect(page.locator("#miss")).to_have_text("none")
 
 
 def check_layers(page: Page, sparse: dict[str, Any], *, step: int) -> None:

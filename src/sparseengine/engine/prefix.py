@@ -106,7 +106,7 @@ def _why_not(request: Request, limit: int) -> Miss | None:
     sparse, sampling = request.sparse, request.sampling
     if sampling.prompt_logprobs is not None:
         return Miss("bypassed", detail="prompt_logprobs")
-    for name in ("record", "digests", "dropped_mass"):
+    for name in ("digests", "dropped_mass"):
         if getattr(sparse, name):
             return Miss("bypassed", detail=name)
     if request.prefill != DENSE_PREFILL:

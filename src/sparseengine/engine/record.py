@@ -317,9 +317,9 @@ class Recorder:
 
     def _entry(self, request: Request) -> _Entry:
         if request.id not in self._entries:
-            empty = np.zeros(0, dtype=np.int64)
+            found = np.arange(request.computed)  # stored already when it was admitted
             specs = self._model.layers
-            rows = {la: [empty] * specs[la].kv_heads for la in self._model.kv_layers}
+            rows = {la: [found] * specs[la].kv_heads for la in self._model.kv_layers}
             out = self._new_output(request, 0)
             out.windows = {
                 la: specs[la].window or 0 for la in rows if specs[la].kind is LayerKind.WINDOW

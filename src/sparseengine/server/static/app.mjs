@@ -234,13 +234,18 @@ function clearNumbers() {
   pointed = false;
 }
 
+function missText(miss) {
+  if (!miss) return "none";
+  const at = miss.at === null ? "" : ` at token ${miss.at}`;
+  return `${miss.reason}${at}${miss.detail ? `: ${miss.detail}` : ""}`;
+}
+
 function showUsage(usage) {
   const details = usage.prompt_tokens_details ?? {};
   $("prompt-tokens").textContent = usage.prompt_tokens;
   $("answer-tokens").textContent = usage.completion_tokens;
   $("cached").textContent = details.cached_tokens ?? 0;
-  const reason = details.miss_reason ?? usage.miss_reason;
-  $("miss").textContent = reason ?? (details.cached_tokens ? "none" : "no reason reported");
+  $("miss").textContent = missText(details.cache_miss);
 }
 
 let pending = false;
