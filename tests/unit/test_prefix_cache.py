@@ -52,7 +52,7 @@ def test_every_miss_says_why(engine: Engine) -> None:
     assert run(engine, [*TEXT, 9, 9, 9, 9, 9]).cache_miss is None, "all that is stored was found"
     assert run(engine, [*TEXT[:10], *[9] * 9]).cache_miss == Miss("diverged", 10)
     assert run(engine, [*TEXT[:2], *[8] * 9]).cache_miss == Miss("below_page", 2)
-    assert run(engine, [7]).cache_miss == Miss("below_page", detail="method")
+    assert run(engine, [7]).cache_miss == run(engine, TEXT[:4]).cache_miss == Miss("below_page")
     scored = run(engine, TEXT, prompt_logprobs=0)
     assert scored.cache_miss == Miss("bypassed", detail="prompt_logprobs")
     assert len(scored.prompt_logprobs) == len(TEXT)

@@ -86,6 +86,8 @@ class KeptRows:
                 best, source = usable, key
         if source is not None:
             self._rows.move_to_end(source)
+        if limit < self.step:
+            return PrefixHit(miss=Miss("below_page"))
         if best >= limit // self.step * self.step:
             return PrefixHit(best, source)
         gone = max((_common(wanted, t) for s, t in self._ghosts if s == salt), default=0)

@@ -112,5 +112,5 @@ def _why_not(request: Request, limit: int) -> Miss | None:
     if request.prefill != DENSE_PREFILL:
         return Miss("fingerprint", detail="prefill")
     if limit <= 0:
-        return Miss("fingerprint" if request.prompt_len > 1 else "below_page", detail="method")
+        return Miss("fingerprint", detail="method") if request.prompt_len > 1 else Miss("below_page")
     return None
