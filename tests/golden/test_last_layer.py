@@ -16,6 +16,7 @@ from fixtures.engines import save_checkpoint
 from golden import test_logits_moe as moe
 from golden.paged import PagedRun, paged_logits
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.view import BlockMask
 from sparseengine.llm import LLM
 
 TOLERANCE = 5e-6
@@ -91,6 +92,24 @@ def test_queries_of_the_other_tokens_are_not_attended(tmp_path: Path) -> None:
     backend.run = watch  # type: ignore[method-assign]
     run.hidden({0: prompt(40), 1: prompt(20)}, counts=[1, 20])
     assert asked == [(60, (0, 40, 60), 40)] * 2 + [(21, (0, 1, 21), 40)]
+
+
+def test_chunks_with_a_block_mask_are_read_through_it(tmp_path: Path) -> None:
+    """A mask is of a whole chunk: all its queries are attended, then the wanted rows taken."""
+    folder = tiny.save_tiny(tmp_path)
+    found = {}
+    for is_masked, counts in ((False, None), (True, None), (True, [1, 1])):
+        run = PagedRun(folder, max_tokens=64, prompts=(40, 20))
+        blocks = torch.eye(3, dtype=torch.bool)[None]
+        blocks[..., 0] = True
+        masks = {0: BlockMask(blocks, 16)} if is_masked else {}
+        run.controller.prefill_masks = lambda at, masks=masks: masks  # type: ignore[method-assign]
+        hidden = run.hidden({0: prompt(40), 1: prompt(20)}, counts=counts)
+        found[is_masked, counts is None] = torch.stack([rows[-1] for rows in hidden])
+    torch.testing.assert_close(
+        found[True, False], found[True, True], rtol=TOLERANCE, atol=TOLERANCE
+    )
+    assert (found[True, True] - found[False, True])[0].abs().max() > 100 * TOLERANCE
 
 
 @pytest.fixture(scope="module")
