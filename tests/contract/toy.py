@@ -74,7 +74,7 @@ class Toy:
             )
 
     def __call__(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """ids, positions [T] -> hidden [T, hidden]."""
+        """ids, positions [T] -> hidden [T, hidden], of the tokens that are wanted."""
         x = self.embedding[ids]
         for layer, (spec, w) in enumerate(zip(self.spec.layers, self.weights, strict=True)):
             h = torch.nn.functional.rms_norm(x, (HIDDEN,))
@@ -89,9 +89,11 @@ class Toy:
             else:
                 q, k = _rotate(q, positions, 8), _rotate(k, positions, 8)
                 v = (h @ w["v"]).view(len(ids), spec.kv_heads, spec.value_dim)
-            x = x + ctx.attend(layer, q, k, v).flatten(1) @ w["o"]
+            wanted = ctx.wanted_behind(layer)
+            x = x if wanted is None else x[wanted.rows]
+            x = x + ctx.attend(layer, q, k, v, wanted).flatten(1) @ w["o"]
             ctx.layer_end(x)
-        return x
+        return ctx.wanted_of(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.head

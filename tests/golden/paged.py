@@ -67,11 +67,15 @@ class PagedRun:
 
     @torch.inference_mode()
     def hidden(
-        self, chunks: Mapping[int, Sequence[int]], purpose: Purpose | None = None
+        self,
+        chunks: Mapping[int, Sequence[int]],
+        purpose: Purpose | None = None,
+        counts: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """One step with a chunk for some requests; each chunk's hidden states [T, hidden].
 
         Tokens after a request's prompt are decodes, one to a chunk, and come first in the step.
+        counts: of so many newest tokens of each chunk only.
         """
         planned = []
         for number, ids in chunks.items():
@@ -83,10 +87,10 @@ class PagedRun:
             planned.append(Chunk(request, tuple(ids), start, kind, True))
         plan = StepPlan(tuple(planned))
         self.cache.reserve(plan)
-        hidden = self.runner.forward(plan)
+        hidden = self.runner.forward(plan, counts=counts)
         self.controller.end_step(plan)
         self.cache.check()
-        return list(torch.split(hidden, [len(chunk.tokens) for chunk in planned]))
+        return list(torch.split(hidden, counts or [len(chunk.tokens) for chunk in planned]))
 
 
 def paged_logits(

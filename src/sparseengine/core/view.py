@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -157,6 +158,31 @@ def leading(view: AttentionView, spans: int) -> AttentionView:
         max_q=min(spans, 1),
         masks={},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Tokens of a step whose hidden states somebody reads: the newest ones of each chunk.
+
+    counts: how many of each chunk, at least one. rows: int64 [N], where they are among the step's
+    tokens, ascending, fewer than all. cu_q: int32 [S + 1], their offsets by chunk.
+    """
+
+    counts: tuple[int, ...]
+    rows: Tensor
+    cu_q: Tensor
+
+    def can_ask(self, view: AttentionView) -> bool:
+        """Whether a view can be asked for these alone; block masks are of whole chunks."""
+        return not view.masks and view.cu_q.shape[0] == self.cu_q.shape[0]
+
+    def asking(self, view: AttentionView) -> AttentionView:
+        """The same rows, asked by these queries alone."""
+        counts = self.counts
+        starts = tuple(accumulate(counts, initial=0))
+        singles = next((i for i, n in enumerate(counts) if n > 1), len(counts))
+        host = None if view.host is None else replace(view.host, starts=starts)
+        return replace(view, cu_q=self.cu_q, num_single=singles, max_q=max(counts), host=host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,12 @@ class Controller:
                     _blame(error, plan, part.chunks)
                     raise
 
+    def sees_output(self, plan: StepPlan) -> bool:
+        """Whether a method's `layer_end` is called at the last layer, for which all rows count."""
+        kind = self.model.layers[-1].kind
+        methods = (part.method for part in self._split(plan))
+        return any(m.uses("layer_end") and kind in m.traits.kinds for m in methods)
+
     def layer_end(self, at: LayerStep, hidden: Tensor, extra: Tensor | None = None) -> None:
         for part in self._acting(at, "layer_end"):
             if extra is not None:

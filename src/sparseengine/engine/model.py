@@ -13,7 +13,7 @@ class Model(Protocol):
     """A network over the tokens of a step."""
 
     def __call__(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """ids, positions int64 [T] -> hidden [T, hidden_size]."""
+        """ids, positions int64 [T] -> hidden [T, hidden_size], or [N, ...] of `ctx.wanted`."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

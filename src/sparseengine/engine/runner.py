@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from sparseengine.core.context import StepContext
 from sparseengine.core.method import SparseController
 from sparseengine.core.plan import Chunk, Purpose, Request, StepPlan
 from sparseengine.core.specs import ModelSpec
+from sparseengine.core.view import Wanted
 from sparseengine.engine.graphs import Best, DecodeGraphs
 from sparseengine.engine.model import Model
 from sparseengine.engine.outputs import Logprobs, Sample
@@ -58,14 +60,13 @@ class Runner:
 
         before: the step under way that samples the tokens which this plan does not know.
         """
-        hidden, best = self._forward(plan, before)
+        counts = self._counts(plan)
+        hidden, best = self._forward(plan, before, counts)
         if best is None:
-            self._note_prompt_logprobs(plan, hidden)
+            self._note_prompt_logprobs(plan, counts, hidden)
         rows: list[int] = []
         requests: list[Request] = []
-        end = 0
-        for chunk in plan.chunks:
-            end += len(chunk.tokens)
+        for chunk, end in zip(plan.chunks, accumulate(counts), strict=True):
             if chunk.samples:
                 members = (chunk.request, *chunk.forks)
                 requests.extend(members)
@@ -90,19 +91,35 @@ class Runner:
                 found[request.id] = replace(found[request.id], prompt_logprobs=noted)
         return found
 
-    def _forward(self, plan: StepPlan, before: Pending | None) -> tuple[Tensor, Best | None]:
+    def _counts(self, plan: StepPlan) -> list[int]:
+        """How many of each chunk's newest tokens the hidden states are read of, at least one.
+
+        Of prompts whose log-probabilities are asked for, all.
+        """
+        if plan.num_tokens > len(plan.chunks) and not self.controller.sees_output(plan):
+            return [len(c.tokens) if _notes_logprobs(c) else 1 for c in plan.chunks]
+        return [len(c.tokens) for c in plan.chunks]
+
+    def _forward(
+        self, plan: StepPlan, before: Pending | None, counts: Sequence[int]
+    ) -> tuple[Tensor, Best | None]:
         """Hidden states, and tokens where a captured graph has sampled them already."""
         requests = [c.request for c in plan.chunks]
         draws = self.sampler.draws(requests) or "greedy"
         key = None if self.graphs is None else self.graphs.key(plan, draws)
         if self.graphs is None or key is None:
-            return self.forward(plan, before), None
+            return self.forward(plan, before, counts), None
         self.num_replays += 1
         knobs = None if draws == "greedy" else self.sampler.knobs(requests)
         return self.graphs.run(plan, key, before, knobs)
 
-    def forward(self, plan: StepPlan, before: Pending | None = None) -> Tensor:
-        """One pass of the model over the plan's tokens: hidden states [T, hidden_size]."""
+    def forward(
+        self, plan: StepPlan, before: Pending | None = None, counts: Sequence[int] | None = None
+    ) -> Tensor:
+        """One pass of the model over the plan's tokens: hidden states [T, hidden_size].
+
+        counts: only of so many newest tokens of each chunk.
+        """
         for backend in self._distinct:
             backend.plan(plan, self.cache)
         ids = np.fromiter((t for c in plan.chunks for t in c.tokens), np.int64, plan.num_tokens)
@@ -121,19 +138,28 @@ class Runner:
             self.backends,
             self.spec,
             lengths=upload(lengths, self.device),
+            wanted=None if counts is None else self._wanted(sizes, counts),
         )
         return self.model(tokens, upload(positions, self.device), ctx)
+
+    def _wanted(self, sizes: Sequence[int], counts: Sequence[int]) -> Wanted | None:
+        """The newest tokens of chunks of these sizes; None when they are all."""
+        if sum(counts) == sum(sizes):
+            return None
+        ends = zip(accumulate(sizes), counts, strict=True)
+        rows = np.concatenate([np.arange(end - n, end, dtype=np.int64) for end, n in ends])
+        cu_q = np.fromiter(accumulate(counts, initial=0), np.int32)
+        return Wanted(tuple(counts), *(upload(x, self.device) for x in (rows, cu_q)))
 
     def forget(self, request_id: int) -> None:
         self.sampler.forget(request_id)
         self._prompt_logprobs.pop(request_id, None)
 
-    def _note_prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> None:
+    def _note_prompt_logprobs(self, plan: StepPlan, counts: Sequence[int], hidden: Tensor) -> None:
         """Row i of a prompt chunk predicts the prompt token behind it."""
-        first = 0
-        for chunk in plan.chunks:
+        for chunk, first in zip(plan.chunks, accumulate(counts, initial=0), strict=False):
             count = chunk.request.sampling.prompt_logprobs
-            if count is not None and _is_first_prefill(chunk):
+            if count is not None and _notes_logprobs(chunk):
                 if chunk.start == 0:
                     self._prompt_logprobs[chunk.request.id] = [None]
                 noted = self._prompt_logprobs[chunk.request.id]
@@ -144,11 +170,11 @@ class Runner:
                     at = slice(first + i, first + i + len(some))
                     logits = self.model.logits(hidden[at])
                     noted.extend(top_logprobs(logits, some, [count] * len(some)))
-            first += len(chunk.tokens)
 
 
-def _is_first_prefill(chunk: Chunk) -> bool:
-    """A chunk of the prompt of a request that has not generated anything yet."""
+def _notes_logprobs(chunk: Chunk) -> bool:
+    """Whether the prompt's log-probabilities are asked for and this is the first run of a part."""
     request = chunk.request
     is_prompt = chunk.purpose is Purpose.PREFILL and chunk.start < request.prompt_len
-    return is_prompt and request.num_generated == 0
+    is_asked = request.sampling.prompt_logprobs is not None
+    return is_asked and is_prompt and request.num_generated == 0

@@ -28,6 +28,15 @@ def enter(norm: RMSNorm, hidden: Tensor, extra: Tensor | None) -> tuple[Tensor, 
     return (hidden, norm(hidden)) if extra is None else norm.add(extra, hidden)
 
 
+def attended(
+    attention: nn.Module, hidden: Tensor, normed: Tensor, rotation: Rotation, ctx: StepContext
+) -> tuple[Tensor, Tensor]:
+    """(hidden, attention of its norm), both of the tokens that are of use behind the attention."""
+    wanted = ctx.wanted_behind(attention.layer)
+    mixed = attention(normed, rotation, ctx, wanted)
+    return (hidden if wanted is None else hidden[wanted.rows]), mixed
+
+
 class DecoderLayer(nn.Module):
     """Pre-norm attention and feed-forward, each added to the residual stream.
 
@@ -53,10 +62,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, extra: Tensor | None, rotation: Rotation, ctx: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """hidden, extra [T, hidden] -> the same; extra None is nothing."""
+        """hidden, extra [T, hidden] -> the same, of `ctx.wanted_behind` this layer's attention.
+
+        extra None is nothing.
+        """
         hidden, normed = enter(self.input_layernorm, hidden, extra)
-        attended = self.self_attn(normed, rotation, ctx)
-        hidden, normed = self.post_attention_layernorm.add(attended, hidden)
+        hidden, mixed = attended(self.self_attn, hidden, normed, rotation, ctx)
+        hidden, normed = self.post_attention_layernorm.add(mixed, hidden)
         return hidden, self.mlp(normed)
 
 
@@ -82,12 +94,14 @@ class Decoder(nn.Module):
         self.rope_of = [distinct.index(rope) for rope in ropes]
 
     def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
+        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm; see `Model`."""
         hidden, extra = self.embed(ids), None
         rotations = [rope(positions, hidden.dtype, ctx.lengths) for rope in self.ropes]
         for layer, rope in zip(self.layers, self.rope_of, strict=True):
             hidden, extra = layer(hidden, extra, rotations[rope], ctx)
             ctx.layer_end(hidden, extra)
+        hidden = ctx.wanted_of(hidden)  # layers may leave it to this
+        extra = None if extra is None else ctx.wanted_of(extra)
         return enter(self.norm, hidden, extra)[1]
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -159,7 +173,7 @@ class CausalLM(nn.Module):
         return name
 
     def forward(self, ids: Tensor, positions: Tensor, ctx: StepContext) -> Tensor:
-        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm."""
+        """ids, positions int64 [T] -> hidden [T, hidden], after the last norm; see `Model`."""
         hidden: Tensor = self.model(ids, positions, ctx)
         return hidden
 

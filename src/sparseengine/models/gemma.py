@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from sparseengine.core.context import StepContext
 from sparseengine.core.specs import ModelSpec
 from sparseengine.models import fields
-from sparseengine.models.decoder import CausalLM, Config, Decoder, enter
+from sparseengine.models.decoder import CausalLM, Config, Decoder, attended, enter
 from sparseengine.models.dense import dense_spec
 from sparseengine.nn.attention import Attention
 from sparseengine.nn.mlp import GeGLU
@@ -58,9 +58,9 @@ class GemmaLayer(nn.Module):
     def forward(
         self, hidden: Tensor, extra: Tensor | None, rotation: Rotation, ctx: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """hidden, extra [T, hidden] -> the same; extra None is nothing."""
+        """hidden, extra [T, hidden] -> the same, see `DecoderLayer`; extra None is nothing."""
         hidden, normed = enter(self.input_layernorm, hidden, extra)
-        mixed = self.self_attn(normed, rotation, ctx)
+        hidden, mixed = attended(self.self_attn, hidden, normed, rotation, ctx)
         if not self.sandwich:
             hidden, normed = self.post_attention_layernorm.add(mixed, hidden)
             return hidden, self.mlp(normed)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from sparseengine import ops
 from sparseengine.core.context import StepContext
 from sparseengine.core.specs import LayerSpec
+from sparseengine.core.view import Wanted
 from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.nn.norm import RMSNorm
 from sparseengine.nn.rope import Rotation
@@ -53,15 +54,17 @@ class Attention(nn.Module):
             self.q_norm = norm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
             self.k_norm = norm(spec.head_dim, qk_norm_eps, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]."""
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, ctx: StepContext, wanted: Wanted | None = None
+    ) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden], or [N, hidden] of the tokens that are wanted."""
         spec = self.spec
         heads = [spec.q_heads, spec.kv_heads]
         qk, v = torch.split(self.qkv_proj(hidden), [self.qk_size, self.v_size], dim=-1)
         qk = torch.unflatten(qk, -1, (sum(heads), spec.head_dim))  # [T, Hq + Hkv, D]
         v = torch.unflatten(v, -1, (spec.kv_heads, spec.value_dim))  # [T, Hkv, Dv]
         q, k = torch.split(self._turned(qk, rotation), heads, dim=1)
-        out: Tensor = self.o_proj(ctx.attend(self.layer, q, k, v).flatten(1))
+        out: Tensor = self.o_proj(ctx.attend(self.layer, q, k, v, wanted).flatten(1))
         return out
 
     def _turned(self, qk: Tensor, rotation: Rotation) -> Tensor:

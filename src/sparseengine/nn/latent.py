@@ -13,7 +13,7 @@ rotated again: after an eviction they keep the positions they were written with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +24,7 @@ from sparseengine import ops
 from sparseengine.core.context import StepContext
 from sparseengine.core.method import LayerStep
 from sparseengine.core.specs import LayerKind, LayerSpec
+from sparseengine.core.view import Wanted
 from sparseengine.nn.linear import Linear, MergedLinear
 from sparseengine.nn.norm import RMSNorm
 from sparseengine.nn.rope import Rotation
@@ -177,8 +178,10 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = HeadsUp(dims, dtype=dtype, device=device)
         self.o_proj = Linear(dims.heads * dims.value, hidden_size, bias, dtype=dtype, device=device)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, ctx: StepContext) -> Tensor:
-        """hidden [T, hidden] -> [T, hidden]."""
+    def forward(
+        self, hidden: Tensor, rotation: Rotation, ctx: StepContext, wanted: Wanted | None = None
+    ) -> Tensor:
+        """hidden [T, hidden] -> [T, hidden], or [N, hidden] of the tokens that are wanted."""
         q, row = self._project(hidden)
         nope, rope = torch.split(q, [self.dims.nope, self.dims.rope], dim=-1)  # [T, H, ...]
         row = self._row(row, rotation)
@@ -188,12 +191,13 @@ class LatentAttention(nn.Module):
         ops.rotate_into(absorbed[..., self.dims.kv_rank :], rope, *turn)
         at = ctx.store(self.layer, absorbed, row, row[..., : self.dims.kv_rank])
         singles, chunks = ctx.plan.num_decodes, len(ctx.plan.chunks)
-        if not self._expands(at, range(singles, chunks)):
-            out = self.kv_b_proj.values(ctx.read(at))
+        asking = [len(c.tokens) for c in ctx.plan.chunks] if wanted is None else wanted.counts
+        if not self._expands(at, range(singles, chunks), asking):
+            out = self.kv_b_proj.values(ctx.read(at, wanted=wanted))
         else:
             parts = [self.kv_b_proj.values(ctx.read(at, singles))] if singles else []
             rope.copy_(absorbed[..., self.dims.kv_rank :])  # `q` is whole now
-            parts += [self._expanded(at, q, chunk) for chunk in range(singles, chunks)]
+            parts += [self._expanded(at, q, i, asking[i]) for i in range(singles, chunks)]
             out = parts[0] if len(parts) == 1 else torch.cat(parts)
         ctx.observe(at)
         mixed: Tensor = self.o_proj(out.flatten(1))
@@ -213,20 +217,23 @@ class LatentAttention(nn.Module):
         norm, turn = self.kv_a_layernorm, (rotation.cos, rotation.sin, rotation.interleaved)
         return ops.latent_rows(raw, norm.scale(), norm.eps, *turn)[:, None]
 
-    def _expands(self, at: LayerStep, chunks: range) -> bool:
-        """One choice for all chunks of a step that are not decodes.
+    def _expands(self, at: LayerStep, chunks: range, asking: Sequence[int]) -> bool:
+        """One choice for all chunks of a step that are not decodes; asking: queries of each chunk.
 
         Fixed row tiles promise bits that do not depend on chunking: absorbed always.
         """
         if self.kv_b_proj.row_tile is not None:
             return False
-        sizes = ((len(at.plan.chunks[i].tokens), at.lens(i)[0]) for i in chunks)
+        sizes = ((asking[i], at.lens(i)[0]) for i in chunks)
         return expansion_pays(sizes, self.dims)
 
-    def _expanded(self, at: LayerStep, query: Tensor, chunk: int) -> Tensor:
-        """Attention of one chunk over its row's expansion; query [T, H, D] -> [n, H, value]."""
-        dims = self.dims
-        first, end = at.span(chunk)
+    def _expanded(self, at: LayerStep, query: Tensor, chunk: int, asking: int) -> Tensor:
+        """Attention of a chunk's newest n = `asking` tokens over its row's expansion.
+
+        query: of the step's tokens, [T, H, D] -> [n, H, value].
+        """
+        dims, end = self.dims, at.span(chunk)[1]
+        first = end - asking
         rows = at.gather("keys", chunk)[0]  # [L, kv_rank + rope]
         step = self._heads_at_once(end - first, rows.shape[0], rows.element_size())
         parts = []
