@@ -55,6 +55,7 @@ def run(
         methods=others,
         num_pages=600,
         tokenizer=tokenizer,
+        keeps=True,
         max_num_seqs=48,
         max_num_batched_tokens=64,
     )
@@ -147,6 +148,7 @@ ELSEWHERE = {
     "idle": "test_a_question_before_captured_steps_that_fails_ends_that_one",
     "seal": "test_a_hook_that_names_no_request_is_traced_by_running_suspects_alone",
     "forget": "test_a_failing_clean_up_harms_nobody",
+    "reusable": "test_a_question_about_stored_tokens_that_fails_ends_that_one",
     "demand": "test_a_demand_that_fails_after_the_request_was_taken",
     "needs_tokens": "test_a_question_whose_answer_is_not_needed_harms_nobody",
     "shrink": "contract/test_pressure.py",
@@ -303,6 +305,20 @@ def test_a_demand_that_fails_after_the_request_was_taken(
         return calls[0] >= call and prompt_len == 14
 
     monkeypatch.setattr(Quest, "demand", faulty("demand", when))
+    found = run()
+    assert found["marked"].outputs[0].finish_reason == "error"
+    check_others(found, clean)
+
+
+def test_a_question_about_stored_tokens_that_fails_ends_that_one(
+    clean: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Quest.reusable
+
+    def reusable(self: Quest, prompt_len: int) -> int:
+        return boom() if prompt_len == 14 else original(self, prompt_len)
+
+    monkeypatch.setattr(Quest, "reusable", reusable)
     found = run()
     assert found["marked"].outputs[0].finish_reason == "error"
     check_others(found, clean)

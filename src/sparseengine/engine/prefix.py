@@ -112,5 +112,6 @@ def _why_not(request: Request, limit: int) -> Miss | None:
     if request.prefill != DENSE_PREFILL:
         return Miss("fingerprint", detail="prefill")
     if limit <= 0:
-        return Miss("fingerprint", detail="method") if request.prompt_len > 1 else Miss("below_page")
+        is_short = request.prompt_len <= 1
+        return Miss("below_page") if is_short else Miss("fingerprint", detail="method")
     return None
