@@ -35,10 +35,9 @@ States = Mapping[int, tuple[Tensor, ...]]
 
 @dataclass(slots=True)
 class _Part:
-    """A row in one group: its length, and how many of its pages [R, W] were reported as full."""
+    """A row in one group: its length and its pages [R, W]."""
 
     length: int
-    sealed: int
     pages: Ints
 
 
@@ -173,7 +172,7 @@ class KeptRows:
         row = self._rows[key]
         gone = row.tokens.size - tokens
         for group, part in zip(self._groups, row.parts, strict=True):
-            group.rows.adopt(slot, part.pages, part.length - gone, part.sealed, copies=copies)
+            group.rows.adopt(slot, part.pages, part.length - gone, copies=copies)
         self._sides.adopt_states(request_id, row.states)
 
     # ── letting go ───────────────────────────────────────────────────────────────────────────────
@@ -192,7 +191,6 @@ class KeptRows:
         row.was_cut = True
         for group, part in zip(self._groups, row.parts, strict=True):
             part.length = half
-            part.sealed = min(part.sealed, half // group.geo.page_size)
             held = -(-half // group.geo.page_size)
             self._release(group, part.pages[:, held:])
             part.pages = part.pages[:, :held].copy()
@@ -255,8 +253,7 @@ def _cut_part(group: GroupCache, slot: int, stored: int, gone: int) -> _Part | N
     is_intact = bool((lens == lens[0]).all()) and (window is not None or int(lens[0]) == stored)
     if not is_intact or length < needed:
         return None
-    sealed = min(int(group.rows.sealed[slot].min()), length // group.geo.page_size)
-    return _Part(length, sealed, group.rows.first_pages(slot, length))
+    return _Part(length, group.rows.first_pages(slot, length))
 
 
 def _common(a: Ints, b: Ints) -> int:

@@ -169,13 +169,15 @@ class RowTable:
         at = self.tables.at(np.full((self.rows, 1), slot), rows[:, None], cols)
         return np.asarray(self.tables.arena[at])
 
-    def adopt(self, slot: int, pages: Ints, length: int, sealed: int, *, copies: bool) -> None:
-        """Let an empty request own the pages [R, W] of `length` slots, too."""
+    def adopt(self, slot: int, pages: Ints, length: int, *, copies: bool) -> None:
+        """Let an empty request own the pages [R, W] of `length` slots, too.
+
+        They count as not reported yet: whoever summarises them now need not have been there before.
+        """
         held = -(-length // self.page_size)
         self.tables.put(slot, pages[:, :held])
         self.pool.share(pages[:, :held].ravel())
         self.lens[slot] = length
-        self.sealed[slot] = min(sealed, length // self.page_size)
         if copies:
             self.copying.add(slot)
 
