@@ -14,7 +14,7 @@ import pytest
 from fixtures.engines import save_checkpoint
 from sparseengine.cli.main import main
 from sparseengine.errors import ConfigError
-from sparseengine.evals.asking import PROTOCOLS, ask, make_job, split_prompt
+from sparseengine.evals.asking import PROTOCOLS, Answers, Job, ask, make_job, prepare, split_prompt
 from sparseengine.evals.chart import Point, draw
 from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import Case
@@ -187,6 +187,12 @@ def llm(model: str):
         yield made_llm
 
 
+def answers_of(llm: LLM, jobs: list[Job], case: Case, most: int) -> list[Answers]:
+    asked = [prepare(llm, job, case.params(record=True), most) for job in jobs]
+    found = dict(ask(llm, asked))
+    return [found[i] for i in range(len(jobs))]
+
+
 CONTEXT = "the quick brown fox " * 12
 QUERIES = tuple(
     Query(question=f"What is {what}?", cue=f"It {what * i} is", wanted=("never so",))
@@ -203,9 +209,9 @@ def test_dense_answers_do_not_depend_on_the_protocol(llm: LLM, chat: bool) -> No
         many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
         assert aware[1].prompt == many.prompt + many.questions[1]
         assert ("</s>" in llm.tokenizer.decode(many.questions[0])) is chat
-        dense = Case(method="full").params(record=True)
-        one_by_one = ask(llm, aware, [dense] * 3, 9)
-        forks = ask(llm, [many], [dense], 9)[0]
+        dense = Case(method="full")
+        one_by_one = answers_of(llm, aware, dense, 9)
+        forks = answers_of(llm, [many], dense, 9)[0]
         assert [a.texts[0] for a in one_by_one] == forks.texts
         assert forks.tokens > len(many.prompt) + len(many.questions[0])
     finally:
@@ -216,9 +222,9 @@ def test_questions_share_one_compressed_text(llm: LLM) -> None:
     """Forks answer as requests of their own do, and nothing of the question was seen."""
     case = Case(method="knorm", budget=0.25)
     many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
-    forks = ask(llm, [many], [case.params(record=True)], 9)[0]
+    forks = answers_of(llm, [many], case, 9)[0]
     alone = [make_job(llm, PROTOCOLS[1], CONTEXT, [q]) for q in QUERIES]
-    answers = ask(llm, alone, [case.params(record=True)] * 3, 9)
+    answers = answers_of(llm, alone, case, 9)
     assert forks.texts == [a.texts[0] for a in answers]
     assert forks.seen is not None
     assert forks.seen.prompt_tokens == len(many.prompt)
@@ -233,11 +239,11 @@ def test_questions_share_one_compressed_text(llm: LLM) -> None:
 def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM, overlap, monkeypatch) -> None:
     monkeypatch.setattr(llm.engine, "overlap", overlap)  # as on a GPU
     job = make_job(llm, PROTOCOLS[1], CONTEXT, QUERIES[:1])
-    full = [Case(method="full").params(record=True)]
-    whole = ask(llm, [job], full, 30)[0]
+    full = Case(method="full")
+    whole = answers_of(llm, [job], full, 30)[0]
     piece = whole.texts[0][:3]
     query = Query(question=QUERIES[0].question, cue=QUERIES[0].cue, wanted=(piece,))
-    short = ask(llm, [make_job(llm, PROTOCOLS[1], CONTEXT, [query])], full, 30)[0]
+    short = answers_of(llm, [make_job(llm, PROTOCOLS[1], CONTEXT, [query])], full, 30)[0]
     assert short.tokens < whole.tokens
     assert query.score(short.texts[0]) == 1
     assert whole.texts[0].startswith(short.texts[0])
@@ -246,7 +252,7 @@ def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM, overlap, monkeypa
 def test_a_prompt_and_its_question_fit_into_the_model(llm: LLM) -> None:
     job = make_job(llm, PROTOCOLS[0], CONTEXT, QUERIES[:1])
     with pytest.raises(ConfigError, match="lower --lengths"):
-        ask(llm, [job], [Case(method="full").params()], 2000)
+        prepare(llm, job, Case(method="full").params(), 2000)
 
 
 def test_bos_stands_in_front_once(llm: LLM) -> None:

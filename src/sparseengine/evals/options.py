@@ -154,7 +154,7 @@ def budgets(text: str) -> tuple[int | float, ...]:
     return tuple({(type(value), value): value for value in found}.values())
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def cases_of(args: argparse.Namespace, *, controls: bool = True) -> list[Case]:
     """Dense, the controls, then the methods asked for, each with every budget it can take.
 
     --sparse-prefill adds dense attention behind such a prefill, and holds for the methods asked
@@ -166,9 +166,10 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     sizes_ = budgets(args.budgets)
     given = [part.strip() for part in args.methods.split(",") if part.strip()]
     wanted = [Case(method=name) for name in METHODS] if _is_all(args) else map(_variant, given)
-    controls = json.loads((files("sparseengine.evals") / "controls.json").read_text())
-    dense = Case(method=METHODS.canonical(default_of("sparse.method")))
-    beside = _with_knobs(args, [dense, *(Case(method=name) for name in controls)])
+    names = [METHODS.canonical(default_of("sparse.method"))]
+    if controls:
+        names += json.loads((files("sparseengine.evals") / "controls.json").read_text())
+    beside = _with_knobs(args, (Case(method=name) for name in names))
     rows = _with_knobs(args, wanted)
     _check_hyper_params(args, [*beside, *rows])
     sparse = engine_config(args).sparse
