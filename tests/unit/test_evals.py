@@ -18,7 +18,14 @@ from sparseengine.errors import ConfigError, RequestError
 from sparseengine.evals.agree import pieces_of, read_text
 from sparseengine.evals.forced import compare, forced_logits, summary
 from sparseengine.evals.needle import depths, is_exact
-from sparseengine.evals.options import Case, budgets, leave_out, sizes
+from sparseengine.evals.options import (
+    Case,
+    add_eval_arguments,
+    budgets,
+    cases_of,
+    leave_out,
+    sizes,
+)
 from sparseengine.llm import LLM
 from sparseengine.longtext import make_puzzle
 
@@ -259,6 +266,92 @@ def test_sparse_prefill_is_compared_with_dense_prefill(capsys, model, text) -> N
         assert rows[name]["prefill_density"] == (5 + 6) / 21
         assert rows[name]["kl_mean"] > 1e-9
     assert rows["knorm+a_shape"]["kl_mean"] == pytest.approx(rows["full+a_shape"]["kl_mean"])
+
+
+def rows_of(*flags: str) -> list[Case]:
+    parser = argparse.ArgumentParser()
+    add_eval_arguments(parser)
+    return cases_of(parser.parse_args(list(flags)))
+
+
+def test_a_method_may_have_several_rows() -> None:
+    names = "streaming_llm:pos_shift=true:block_tokens=8,snapkv, snapkv:preset=paper,snapkv"
+    knobs = {"snapkv": {"window": 16, "sink": 1}, "streaming_llm": {"block_tokens": 64}}
+    cases = rows_of("--methods", names, "--hyper-params", json.dumps(knobs))
+    found = {case.name: dict(case.knobs) for case in cases}
+    assert list(found) == [
+        *["full", "random", "streaming_llm", "streaming_llm:pos_shift=true:block_tokens=8"],
+        *["snapkv", "snapkv:preset=paper"],
+    ]
+    assert found["streaming_llm"] == {"block_tokens": 64}
+    assert found["streaming_llm:pos_shift=true:block_tokens=8"] == {
+        "block_tokens": 8,
+        "pos_shift": True,
+    }
+    assert found["snapkv:preset=paper"] == {"window": 16, "sink": 1, "preset": "paper"}
+    assert cases[4].params().knobs == {"window": 16, "sink": 1}
+    for wrong in ("snapkv:window", "snapkv:=3", "snapkv:window="):
+        with pytest.raises(ConfigError, match="name:knob=value"):
+            rows_of("--methods", wrong)
+    with pytest.raises(ConfigError, match="--budgets"):
+        rows_of("--methods", "snapkv:ratio=0.5")
+
+
+# ── perplexity of a text that is read ─────────────────────────────────────────────────────────────
+
+
+def read_flags(model: str, text: Path) -> list[str]:
+    flags = ["eval", "perplexity", model, *SMALL, "--text", str(text), "--dtype", "float32"]
+    return [*flags, "--input-len", "110", "--every", "40", "--num-texts", "2"]
+
+
+def test_perplexity_is_that_of_the_models_own_distribution(capsys, model, text, tmp_path) -> None:
+    names = "streaming_llm,streaming_llm:pos_shift=true,streaming_llm:block_tokens=128"
+    flags = [*read_flags(model, text), "--methods", names, "--budgets", "16"]
+    flags += ["--hyper-params", '{"streaming_llm": {"block_tokens": 16, "page_aligned": false}}']
+    flags += ["--output", str(tmp_path / "out")]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [r["method"] for r in rows] == ["full", *names.split(",")]
+    with LLM(model, quiet=True, kv_cache_memory_bytes="8MiB", dtype="float32") as llm:
+        pieces = pieces_of(llm, text.read_text(), 2, 110)
+        logits, _ = forced_logits(llm, pieces, 1, [SparseParams()] * 2)
+    # the first token of a text is the prompt, its second ends the prefill: neither is among these
+    losses = [compare(x, x, p[2:]).nll for x, p in zip(logits, pieces, strict=True)]
+    third = [loss[38:78] for loss in losses]
+    assert [part["stop"] for part in rows[0]["ranges"]] == [40, 80, 110]
+    want = math.exp(sum(map(sum, third)) / 80)
+    assert rows[0]["ranges"][1]["perplexity"] == pytest.approx(want, rel=1e-4)
+    dense, own, shifted, whole = ([p["perplexity"] for p in r["ranges"]] for r in rows)
+    assert whole == pytest.approx(dense, rel=1e-4), "its block was never full"
+    assert abs(own[2] / dense[2] - 1) > 1e-3
+    assert abs(shifted[2] / own[2] - 1) > 1e-4
+    assert rows[1]["resident_bytes"] < rows[0]["resident_bytes"] / 2
+    assert "<svg" in (tmp_path / "out" / "plot.svg").read_text()
+    status, again, err = run(capsys, *flags, "--resume")
+    assert (status, err) == (0, "")
+    assert json.loads(again.splitlines()[-1])["rows"] == rows
+
+
+def test_perplexity_refuses_what_would_change_nothing(capsys, model, text) -> None:
+    flags = read_flags(model, text)
+    status, out, err = run(capsys, *flags, "--methods", "knorm")
+    assert (status, out) == (2, "")
+    assert "use eval agree" in err
+    status, out, err = run(capsys, *flags, "--every", "1")
+    assert (status, out) == (2, "")
+    assert "--every" in err
+    status, out, err = run(capsys, *flags, "--input-len", "2048")
+    assert (status, out) == (2, "")
+    assert "tokens" in err
+    knobs = json.dumps({"min_tokens": 32, "block": 16, "last": 8, "sink": 0, "window": 0})
+    flags += ["--methods", "knorm", "--sparse-prefill", "a_shape", "--sparse-prefill-config", knobs]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    rows = {r["method"]: r["perplexity"] for r in json.loads(out.splitlines()[-1])["rows"]}
+    assert rows["knorm+a_shape"] == pytest.approx(rows["full+a_shape"])
+    assert rows["full"] != pytest.approx(rows["full+a_shape"], rel=1e-4)
 
 
 def test_pieces_are_disjoint_and_long_enough(model: str, text: Path) -> None:

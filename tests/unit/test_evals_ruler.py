@@ -13,7 +13,9 @@ import pytest
 
 from fixtures.engines import save_checkpoint
 from sparseengine.cli.main import main
+from sparseengine.engine.intake import Intake
 from sparseengine.errors import ConfigError
+from sparseengine.evals import waves
 from sparseengine.evals.asking import PROTOCOLS, Answers, Job, ask, make_job, prepare, split_prompt
 from sparseengine.evals.chart import Point, draw
 from sparseengine.evals.journal import Journal
@@ -21,6 +23,7 @@ from sparseengine.evals.options import Case
 from sparseengine.evals.ruler import names_of, wilson
 from sparseengine.evals.tasks import TASKS, Query, Text, fit
 from sparseengine.llm import LLM
+from sparseengine.methods import METHODS
 
 SMALL = ["--kv-cache-memory-bytes", "16MiB", "--dtype", "float32", "--max-model-len", "2048"]
 KINDS = {"numbers": r"\d{7}", "words": r"[a-z]+-[a-z]+", "uuids": r"[0-9a-f-]{36}"}
@@ -317,6 +320,84 @@ def test_ruler_measures_resumes_and_draws(capsys, model, tmp_path) -> None:
     status, _, err = run(capsys, *flags, "--block-size", "8", "--resume")
     assert status == 2
     assert "engine_block_size=None, not '8'" in err
+
+
+SHORT = ["--lengths", "600", "--samples", "2", "--questions", "2", "--answer-tokens", "3"]
+
+
+def test_one_wave_or_many_an_engine_or_several(capsys, model, monkeypatch) -> None:
+    """Neither what else the engine runs nor how much is given to it changes a row."""
+    flags = [model, *SMALL, *SHORT, "--tasks", "niah_single_1,fwe", "--protocol", PROTOCOLS[0]]
+    recorded, made = [], []
+    prepare_, start = Intake.prepare, LLM.from_config.__func__
+
+    def prepare_one(self, tokens, sampling, sparse, **extra):
+        recorded.append(sparse.record)
+        return prepare_(self, tokens, sampling, sparse, **extra)
+
+    def start_one(cls, config, **extra):
+        made.append(config.sparse.enable_methods)
+        return start(cls, config, **extra)
+
+    monkeypatch.setattr(Intake, "prepare", prepare_one)
+    monkeypatch.setattr(LLM, "from_config", classmethod(start_one))
+    names = "snapkv,adakv,snapkv:window=16:sink=2,quest"
+    status, out, err = run(capsys, *flags, "--methods", names)
+    assert status == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert len(rows) == 2 * 7
+    assert sum(recorded) == 7, "one question per case, protocol and length"
+    assert len(recorded) == 7 + 2 * 2 * 7
+    assert made[3:] == [("snapkv", "adakv"), (), ()], "alike storage is shared, by no selection"
+    assert {r["method"] for r in rows[-6:]} == {"adakv", "snapkv:window=16:sink=2", "quest"}
+    assert all(r["read_bytes_per_token"] > 0 for r in rows)
+    assert rows[0]["resident_bytes_per_token"] > 2 * rows[6]["resident_bytes_per_token"]
+
+    monkeypatch.setattr(waves, "WAVE_TOKENS", 1)
+    status, out, err = run(capsys, *flags, "--methods", "adakv")
+    assert status == 0, err
+    alone = json.loads(out.splitlines()[-1])["rows"]
+    assert alone == [*rows[:6], *(row for row in rows if row["method"] == "adakv")]
+
+
+def test_a_request_that_fails_costs_its_own_cell(capsys, model, tmp_path, monkeypatch) -> None:
+    method = METHODS.get("knorm")
+    evict = method.evict
+
+    def faulty(self, plan):
+        if any(c.request.sampling.n == 2 for c in plan.chunks):
+            raise RuntimeError("out of order")
+        return evict(self, plan)
+
+    monkeypatch.setattr(method, "evict", faulty)
+    flags = [model, *SMALL, *SHORT, "--tasks", "qa", "--methods", "knorm"]
+    flags += ["--samples", "1", "--output", str(tmp_path / "out")]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    what = "knorm 0.25: multi_question qa 600"
+    assert list(data["skipped"]) == [what]
+    assert "out of order" in data["skipped"][what]
+    assert f"{what}: left out: " in err
+    found = [r["protocol"] for r in data["rows"] if r["method"] == "knorm"]
+    assert found == list(PROTOCOLS[:2])
+    assert sum(r["method"] == "full" for r in data["rows"]) == 3
+
+    monkeypatch.undo()
+    status, out, err = run(capsys, *flags, "--resume")
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    assert data["skipped"] == {}
+    assert len(data["rows"]) == 4 * 3
+    assert len(re.findall(r"^\S+ 0.25: \w+ ", err, re.M)) == 1
+
+
+def test_a_case_that_is_refused_ends_the_run_before_it_begins(capsys, model) -> None:
+    """Without all: nothing was asked yet."""
+    flags = [model, "--num-gpu-blocks-override", "8", "--max-model-len", "2048", *SHORT]
+    status, out, err = run(capsys, *flags, "--tasks", "niah_single_1")
+    assert (status, out) == (2, "")
+    assert "niah_single_1" not in err
 
 
 def test_a_journal_refuses_what_is_damaged(tmp_path: Path) -> None:

@@ -72,13 +72,13 @@ class Case:
         )
 
 
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_arguments(parser: argparse.ArgumentParser, *, controls: bool = True) -> None:
     parser.add_argument(
         "--methods",
         default="",
         metavar="A,B",
         help="methods, or all; one may be there again with other knobs: a,a:knob=1:preset=paper; "
-        "dense and two controls are always measured beside them",
+        f"{'dense and two controls are' if controls else 'dense is'} always measured beside them",
     )
     parser.add_argument(
         "--budgets",

@@ -65,7 +65,7 @@ class Perplexity:
         parser.add_argument(
             "--text", metavar="FILE", help="a long text [default: Python's own documentation]"
         )
-        add_eval_arguments(parser)
+        add_eval_arguments(parser, controls=False)
 
     def run(self, args: argparse.Namespace) -> int:
         from sparseengine.report import make_folder
