@@ -28,6 +28,7 @@ from sparseengine.evals.options import (
 )
 from sparseengine.llm import LLM
 from sparseengine.longtext import make_puzzle
+from sparseengine.methods import METHODS
 
 SMALL = ["--kv-cache-memory-bytes", "8MiB", "--max-num-seqs", "4", "--max-model-len", "2048"]
 
@@ -407,6 +408,23 @@ def test_a_prompt_must_leave_room_for_the_answer(capsys, model: str) -> None:
     assert "no room for an answer" in err
 
 
+def test_all_goes_on_without_a_method_that_fails(capsys, model, text, monkeypatch) -> None:
+    def faulty(self, plan):
+        raise RuntimeError("out of order")
+
+    few = ("full", "random", "streaming_llm", "knorm", "keydiff")
+    monkeypatch.setattr(METHODS, "_entries", {name: METHODS._entries[name] for name in few})
+    monkeypatch.setattr(METHODS.get("knorm"), "evict", faulty)
+    flags = ["eval", "agree", model, *SMALL, "--methods", "all", "--budgets", "32"]
+    flags += ["--text", str(text), "--input-len", "60", "--output-len", "3", "--num-texts", "1"]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    assert list(data["skipped"]) == ["knorm 32"]
+    assert "out of order" in data["skipped"]["knorm 32"]
+    assert [row["method"] for row in data["rows"]] == [name for name in few if name != "knorm"]
+
+
 def test_only_all_goes_on_without_a_case() -> None:
     case, skipped = Case(method="knorm", budget=4), {}
     error = RequestError("not here")
@@ -419,8 +437,6 @@ def test_only_all_goes_on_without_a_case() -> None:
 
 
 def test_all_leaves_out_what_a_model_cannot_run(capsys, tmp_path) -> None:
-    from sparseengine.methods import METHODS
-
     folder = str(save_checkpoint(tmp_path / "tiny", max_position_embeddings=2048))
     status, out, err = run(
         *[capsys, "eval", "needle", folder, *SMALL, "--methods", "all", "--budgets", "64"],

@@ -10,14 +10,17 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from fixtures.engines import save_checkpoint
+from fixtures.rerun import rerun_of
 from sparseengine.cli.main import main
 from sparseengine.engine.intake import Intake
 from sparseengine.errors import ConfigError
 from sparseengine.evals import waves
 from sparseengine.evals.asking import PROTOCOLS, Answers, Job, ask, make_job, prepare, split_prompt
 from sparseengine.evals.chart import Point, draw
+from sparseengine.evals.forced import forced_logits
 from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import Case
 from sparseengine.evals.ruler import names_of, wilson
@@ -250,6 +253,31 @@ def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM, overlap, monkeypa
     assert short.tokens < whole.tokens
     assert query.score(short.texts[0]) == 1
     assert whole.texts[0].startswith(short.texts[0])
+
+
+def test_questions_are_put_in_captured_steps(model: str) -> None:
+    """Given tokens get into replays, whose own tokens are those of eager steps."""
+    found = []
+    for graphs in (False, True):
+        with LLM(
+            model,
+            quiet=True,
+            kv_cache_memory_bytes="16MiB",
+            attention_backend="reference",
+            enable_methods=["full", "snapkv"],
+        ) as llm:
+            runner = llm.engine.runner
+            if graphs:
+                runner.graphs = rerun_of(llm)
+            many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
+            cases = [Case(method="full"), Case(method="snapkv", budget=64)]
+            asked = [prepare(llm, many, case.params(), 9) for case in cases]
+            texts = {i: answers.texts for i, answers in ask(llm, asked)}
+            logits, _ = forced_logits(llm, [many.prompt], 60, [cases[1].params()])
+            found.append((texts, logits[0]))
+            assert (runner.num_replays > 40) is graphs
+    assert found[0][0] == found[1][0]
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
 
 
 def test_a_prompt_and_its_question_fit_into_the_model(llm: LLM) -> None:

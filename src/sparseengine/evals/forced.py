@@ -16,7 +16,7 @@ from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput, Sample
 from sparseengine.engine.record import SparseOutput
 from sparseengine.engine.sampling import Drawn, Draws, Sampler
-from sparseengine.errors import ConfigError, SparseEngineError
+from sparseengine.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from sparseengine.llm import LLM
@@ -108,7 +108,7 @@ def forced_logits(
     """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
 
     Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
-    each piece whose `sparse` asks for something.
+    each piece whose `sparse` asks for something. Raises `RequestError` if a piece fails.
     """
     engine, sampler = llm.engine, ForcedSampler()
     submissions = []
@@ -129,7 +129,7 @@ def forced_logits(
     completions = [outputs[s.request_id].outputs[0] for s in submissions]
     for completion in completions:
         if completion.finish_reason != "length":
-            raise SparseEngineError(f"a forced run ended early: {completion.stop_reason}")
+            raise RequestError(f"a forced run ended early: {completion.stop_reason}")
     logits = [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions]
     return logits, [completion.sparse for completion in completions]
 
