@@ -18,9 +18,17 @@ from sparseengine.errors import ConfigError, RequestError
 from sparseengine.evals.agree import pieces_of, read_text
 from sparseengine.evals.forced import compare, forced_logits, summary
 from sparseengine.evals.needle import depths, is_exact
-from sparseengine.evals.options import Case, budgets, leave_out, sizes
+from sparseengine.evals.options import (
+    Case,
+    add_eval_arguments,
+    budgets,
+    cases_of,
+    leave_out,
+    sizes,
+)
 from sparseengine.llm import LLM
 from sparseengine.longtext import make_puzzle
+from sparseengine.methods import METHODS
 
 SMALL = ["--kv-cache-memory-bytes", "8MiB", "--max-num-seqs", "4", "--max-model-len", "2048"]
 
@@ -261,6 +269,92 @@ def test_sparse_prefill_is_compared_with_dense_prefill(capsys, model, text) -> N
     assert rows["knorm+a_shape"]["kl_mean"] == pytest.approx(rows["full+a_shape"]["kl_mean"])
 
 
+def rows_of(*flags: str) -> list[Case]:
+    parser = argparse.ArgumentParser()
+    add_eval_arguments(parser)
+    return cases_of(parser.parse_args(list(flags)))
+
+
+def test_a_method_may_have_several_rows() -> None:
+    names = "streaming_llm:pos_shift=true:block_tokens=8,snapkv, snapkv:preset=paper,snapkv"
+    knobs = {"snapkv": {"window": 16, "sink": 1}, "streaming_llm": {"block_tokens": 64}}
+    cases = rows_of("--methods", names, "--hyper-params", json.dumps(knobs))
+    found = {case.name: dict(case.knobs) for case in cases}
+    assert list(found) == [
+        *["full", "random", "streaming_llm", "streaming_llm:pos_shift=true:block_tokens=8"],
+        *["snapkv", "snapkv:preset=paper"],
+    ]
+    assert found["streaming_llm"] == {"block_tokens": 64}
+    assert found["streaming_llm:pos_shift=true:block_tokens=8"] == {
+        "block_tokens": 8,
+        "pos_shift": True,
+    }
+    assert found["snapkv:preset=paper"] == {"window": 16, "sink": 1, "preset": "paper"}
+    assert cases[4].params().knobs == {"window": 16, "sink": 1}
+    for wrong in ("snapkv:window", "snapkv:=3", "snapkv:window="):
+        with pytest.raises(ConfigError, match="name:knob=value"):
+            rows_of("--methods", wrong)
+    with pytest.raises(ConfigError, match="--budgets"):
+        rows_of("--methods", "snapkv:ratio=0.5")
+
+
+# ── perplexity of a text that is read ─────────────────────────────────────────────────────────────
+
+
+def read_flags(model: str, text: Path) -> list[str]:
+    flags = ["eval", "perplexity", model, *SMALL, "--text", str(text), "--dtype", "float32"]
+    return [*flags, "--input-len", "110", "--every", "40", "--num-texts", "2"]
+
+
+def test_perplexity_is_that_of_the_models_own_distribution(capsys, model, text, tmp_path) -> None:
+    names = "streaming_llm,streaming_llm:pos_shift=true,streaming_llm:block_tokens=128"
+    flags = [*read_flags(model, text), "--methods", names, "--budgets", "16"]
+    flags += ["--hyper-params", '{"streaming_llm": {"block_tokens": 16, "page_aligned": false}}']
+    flags += ["--output", str(tmp_path / "out")]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert [r["method"] for r in rows] == ["full", *names.split(",")]
+    with LLM(model, quiet=True, kv_cache_memory_bytes="8MiB", dtype="float32") as llm:
+        pieces = pieces_of(llm, text.read_text(), 2, 110)
+        logits, _ = forced_logits(llm, pieces, 1, [SparseParams()] * 2)
+    # the first token of a text is the prompt, its second ends the prefill: neither is among these
+    losses = [compare(x, x, p[2:]).nll for x, p in zip(logits, pieces, strict=True)]
+    third = [loss[38:78] for loss in losses]
+    assert [part["stop"] for part in rows[0]["ranges"]] == [40, 80, 110]
+    want = math.exp(sum(map(sum, third)) / 80)
+    assert rows[0]["ranges"][1]["perplexity"] == pytest.approx(want, rel=1e-4)
+    dense, own, shifted, whole = ([p["perplexity"] for p in r["ranges"]] for r in rows)
+    assert whole == pytest.approx(dense, rel=1e-4), "its block was never full"
+    assert abs(own[2] / dense[2] - 1) > 1e-3
+    assert abs(shifted[2] / own[2] - 1) > 1e-4
+    assert rows[1]["resident_bytes"] < rows[0]["resident_bytes"] / 2
+    assert "<svg" in (tmp_path / "out" / "plot.svg").read_text()
+    status, again, err = run(capsys, *flags, "--resume")
+    assert (status, err) == (0, "")
+    assert json.loads(again.splitlines()[-1])["rows"] == rows
+
+
+def test_perplexity_refuses_what_would_change_nothing(capsys, model, text) -> None:
+    flags = read_flags(model, text)
+    status, out, err = run(capsys, *flags, "--methods", "knorm")
+    assert (status, out) == (2, "")
+    assert "use eval agree" in err
+    status, out, err = run(capsys, *flags, "--every", "1")
+    assert (status, out) == (2, "")
+    assert "--every" in err
+    status, out, err = run(capsys, *flags, "--input-len", "2048")
+    assert (status, out) == (2, "")
+    assert "tokens" in err
+    knobs = json.dumps({"min_tokens": 32, "block": 16, "last": 8, "sink": 0, "window": 0})
+    flags += ["--methods", "knorm", "--sparse-prefill", "a_shape", "--sparse-prefill-config", knobs]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    rows = {r["method"]: r["perplexity"] for r in json.loads(out.splitlines()[-1])["rows"]}
+    assert rows["knorm+a_shape"] == pytest.approx(rows["full+a_shape"])
+    assert rows["full"] != pytest.approx(rows["full+a_shape"], rel=1e-4)
+
+
 def test_pieces_are_disjoint_and_long_enough(model: str, text: Path) -> None:
     with LLM(model, quiet=True, kv_cache_memory_bytes="4MiB") as llm:
         pieces = pieces_of(llm, text.read_text(), 3, 50)
@@ -314,6 +408,23 @@ def test_a_prompt_must_leave_room_for_the_answer(capsys, model: str) -> None:
     assert "no room for an answer" in err
 
 
+def test_all_goes_on_without_a_method_that_fails(capsys, model, text, monkeypatch) -> None:
+    def faulty(self, plan):
+        raise RuntimeError("out of order")
+
+    few = ("full", "random", "streaming_llm", "knorm", "keydiff")
+    monkeypatch.setattr(METHODS, "_entries", {name: METHODS._entries[name] for name in few})
+    monkeypatch.setattr(METHODS.get("knorm"), "evict", faulty)
+    flags = ["eval", "agree", model, *SMALL, "--methods", "all", "--budgets", "32"]
+    flags += ["--text", str(text), "--input-len", "60", "--output-len", "3", "--num-texts", "1"]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    assert list(data["skipped"]) == ["knorm 32"]
+    assert "out of order" in data["skipped"]["knorm 32"]
+    assert [row["method"] for row in data["rows"]] == [name for name in few if name != "knorm"]
+
+
 def test_only_all_goes_on_without_a_case() -> None:
     case, skipped = Case(method="knorm", budget=4), {}
     error = RequestError("not here")
@@ -326,8 +437,6 @@ def test_only_all_goes_on_without_a_case() -> None:
 
 
 def test_all_leaves_out_what_a_model_cannot_run(capsys, tmp_path) -> None:
-    from sparseengine.methods import METHODS
-
     folder = str(save_checkpoint(tmp_path / "tiny", max_position_embeddings=2048))
     status, out, err = run(
         *[capsys, "eval", "needle", folder, *SMALL, "--methods", "all", "--budgets", "64"],

@@ -10,17 +10,23 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from fixtures.engines import save_checkpoint
+from fixtures.rerun import rerun_of
 from sparseengine.cli.main import main
+from sparseengine.engine.intake import Intake
 from sparseengine.errors import ConfigError
-from sparseengine.evals.asking import PROTOCOLS, ask, make_job, split_prompt
+from sparseengine.evals import waves
+from sparseengine.evals.asking import PROTOCOLS, Answers, Job, ask, make_job, prepare, split_prompt
 from sparseengine.evals.chart import Point, draw
+from sparseengine.evals.forced import forced_logits
 from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import Case
 from sparseengine.evals.ruler import names_of, wilson
 from sparseengine.evals.tasks import TASKS, Query, Text, fit
 from sparseengine.llm import LLM
+from sparseengine.methods import METHODS
 
 SMALL = ["--kv-cache-memory-bytes", "16MiB", "--dtype", "float32", "--max-model-len", "2048"]
 KINDS = {"numbers": r"\d{7}", "words": r"[a-z]+-[a-z]+", "uuids": r"[0-9a-f-]{36}"}
@@ -187,6 +193,12 @@ def llm(model: str):
         yield made_llm
 
 
+def answers_of(llm: LLM, jobs: list[Job], case: Case, most: int) -> list[Answers]:
+    asked = [prepare(llm, job, case.params(record=True), most) for job in jobs]
+    found = dict(ask(llm, asked))
+    return [found[i] for i in range(len(jobs))]
+
+
 CONTEXT = "the quick brown fox " * 12
 QUERIES = tuple(
     Query(question=f"What is {what}?", cue=f"It {what * i} is", wanted=("never so",))
@@ -203,9 +215,9 @@ def test_dense_answers_do_not_depend_on_the_protocol(llm: LLM, chat: bool) -> No
         many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
         assert aware[1].prompt == many.prompt + many.questions[1]
         assert ("</s>" in llm.tokenizer.decode(many.questions[0])) is chat
-        dense = Case(method="full").params(record=True)
-        one_by_one = ask(llm, aware, [dense] * 3, 9)
-        forks = ask(llm, [many], [dense], 9)[0]
+        dense = Case(method="full")
+        one_by_one = answers_of(llm, aware, dense, 9)
+        forks = answers_of(llm, [many], dense, 9)[0]
         assert [a.texts[0] for a in one_by_one] == forks.texts
         assert forks.tokens > len(many.prompt) + len(many.questions[0])
     finally:
@@ -216,9 +228,9 @@ def test_questions_share_one_compressed_text(llm: LLM) -> None:
     """Forks answer as requests of their own do, and nothing of the question was seen."""
     case = Case(method="knorm", budget=0.25)
     many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
-    forks = ask(llm, [many], [case.params(record=True)], 9)[0]
+    forks = answers_of(llm, [many], case, 9)[0]
     alone = [make_job(llm, PROTOCOLS[1], CONTEXT, [q]) for q in QUERIES]
-    answers = ask(llm, alone, [case.params(record=True)] * 3, 9)
+    answers = answers_of(llm, alone, case, 9)
     assert forks.texts == [a.texts[0] for a in answers]
     assert forks.seen is not None
     assert forks.seen.prompt_tokens == len(many.prompt)
@@ -233,20 +245,45 @@ def test_questions_share_one_compressed_text(llm: LLM) -> None:
 def test_an_answer_ends_when_it_holds_what_it_should(llm: LLM, overlap, monkeypatch) -> None:
     monkeypatch.setattr(llm.engine, "overlap", overlap)  # as on a GPU
     job = make_job(llm, PROTOCOLS[1], CONTEXT, QUERIES[:1])
-    full = [Case(method="full").params(record=True)]
-    whole = ask(llm, [job], full, 30)[0]
+    full = Case(method="full")
+    whole = answers_of(llm, [job], full, 30)[0]
     piece = whole.texts[0][:3]
     query = Query(question=QUERIES[0].question, cue=QUERIES[0].cue, wanted=(piece,))
-    short = ask(llm, [make_job(llm, PROTOCOLS[1], CONTEXT, [query])], full, 30)[0]
+    short = answers_of(llm, [make_job(llm, PROTOCOLS[1], CONTEXT, [query])], full, 30)[0]
     assert short.tokens < whole.tokens
     assert query.score(short.texts[0]) == 1
     assert whole.texts[0].startswith(short.texts[0])
 
 
+def test_questions_are_put_in_captured_steps(model: str) -> None:
+    """Given tokens get into replays, whose own tokens are those of eager steps."""
+    found = []
+    for graphs in (False, True):
+        with LLM(
+            model,
+            quiet=True,
+            kv_cache_memory_bytes="16MiB",
+            attention_backend="reference",
+            enable_methods=["full", "snapkv"],
+        ) as llm:
+            runner = llm.engine.runner
+            if graphs:
+                runner.graphs = rerun_of(llm)
+            many = make_job(llm, PROTOCOLS[2], CONTEXT, QUERIES)
+            cases = [Case(method="full"), Case(method="snapkv", budget=64)]
+            asked = [prepare(llm, many, case.params(), 9) for case in cases]
+            texts = {i: answers.texts for i, answers in ask(llm, asked)}
+            logits, _ = forced_logits(llm, [many.prompt], 60, [cases[1].params()])
+            found.append((texts, logits[0]))
+            assert (runner.num_replays > 40) is graphs
+    assert found[0][0] == found[1][0]
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-4)
+
+
 def test_a_prompt_and_its_question_fit_into_the_model(llm: LLM) -> None:
     job = make_job(llm, PROTOCOLS[0], CONTEXT, QUERIES[:1])
     with pytest.raises(ConfigError, match="lower --lengths"):
-        ask(llm, [job], [Case(method="full").params()], 2000)
+        prepare(llm, job, Case(method="full").params(), 2000)
 
 
 def test_bos_stands_in_front_once(llm: LLM) -> None:
@@ -311,6 +348,84 @@ def test_ruler_measures_resumes_and_draws(capsys, model, tmp_path) -> None:
     status, _, err = run(capsys, *flags, "--block-size", "8", "--resume")
     assert status == 2
     assert "engine_block_size=None, not '8'" in err
+
+
+SHORT = ["--lengths", "600", "--samples", "2", "--questions", "2", "--answer-tokens", "3"]
+
+
+def test_one_wave_or_many_an_engine_or_several(capsys, model, monkeypatch) -> None:
+    """Neither what else the engine runs nor how much is given to it changes a row."""
+    flags = [model, *SMALL, *SHORT, "--tasks", "niah_single_1,fwe", "--protocol", PROTOCOLS[0]]
+    recorded, made = [], []
+    prepare_, start = Intake.prepare, LLM.from_config.__func__
+
+    def prepare_one(self, tokens, sampling, sparse, **extra):
+        recorded.append(sparse.record)
+        return prepare_(self, tokens, sampling, sparse, **extra)
+
+    def start_one(cls, config, **extra):
+        made.append(config.sparse.enable_methods)
+        return start(cls, config, **extra)
+
+    monkeypatch.setattr(Intake, "prepare", prepare_one)
+    monkeypatch.setattr(LLM, "from_config", classmethod(start_one))
+    names = "snapkv,adakv,snapkv:window=16:sink=2,quest"
+    status, out, err = run(capsys, *flags, "--methods", names)
+    assert status == 0, err
+    rows = json.loads(out.splitlines()[-1])["rows"]
+    assert len(rows) == 2 * 7
+    assert sum(recorded) == 7, "one question per case, protocol and length"
+    assert len(recorded) == 7 + 2 * 2 * 7
+    assert made[3:] == [("snapkv", "adakv"), (), ()], "alike storage is shared, by no selection"
+    assert {r["method"] for r in rows[-6:]} == {"adakv", "snapkv:window=16:sink=2", "quest"}
+    assert all(r["read_bytes_per_token"] > 0 for r in rows)
+    assert rows[0]["resident_bytes_per_token"] > 2 * rows[6]["resident_bytes_per_token"]
+
+    monkeypatch.setattr(waves, "WAVE_TOKENS", 1)
+    status, out, err = run(capsys, *flags, "--methods", "adakv")
+    assert status == 0, err
+    alone = json.loads(out.splitlines()[-1])["rows"]
+    assert alone == [*rows[:6], *(row for row in rows if row["method"] == "adakv")]
+
+
+def test_a_request_that_fails_costs_its_own_cell(capsys, model, tmp_path, monkeypatch) -> None:
+    method = METHODS.get("knorm")
+    evict = method.evict
+
+    def faulty(self, plan):
+        if any(c.request.sampling.n == 2 for c in plan.chunks):
+            raise RuntimeError("out of order")
+        return evict(self, plan)
+
+    monkeypatch.setattr(method, "evict", faulty)
+    flags = [model, *SMALL, *SHORT, "--tasks", "qa", "--methods", "knorm"]
+    flags += ["--samples", "1", "--output", str(tmp_path / "out")]
+    status, out, err = run(capsys, *flags)
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    what = "knorm 0.25: multi_question qa 600"
+    assert list(data["skipped"]) == [what]
+    assert "out of order" in data["skipped"][what]
+    assert f"{what}: left out: " in err
+    found = [r["protocol"] for r in data["rows"] if r["method"] == "knorm"]
+    assert found == list(PROTOCOLS[:2])
+    assert sum(r["method"] == "full" for r in data["rows"]) == 3
+
+    monkeypatch.undo()
+    status, out, err = run(capsys, *flags, "--resume")
+    assert status == 0, err
+    data = json.loads(out.splitlines()[-1])
+    assert data["skipped"] == {}
+    assert len(data["rows"]) == 4 * 3
+    assert len(re.findall(r"^\S+ 0.25: \w+ ", err, re.M)) == 1
+
+
+def test_a_case_that_is_refused_ends_the_run_before_it_begins(capsys, model) -> None:
+    """Without all: nothing was asked yet."""
+    flags = [model, "--num-gpu-blocks-override", "8", "--max-model-len", "2048", *SHORT]
+    status, out, err = run(capsys, *flags, "--tasks", "niah_single_1")
+    assert (status, out) == (2, "")
+    assert "niah_single_1" not in err
 
 
 def test_a_journal_refuses_what_is_damaged(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fixtures.engines import VOCAB, save_checkpoint
-from fixtures.rerun import Rerun
+from fixtures.rerun import rerun_of
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.view import Keep
@@ -46,16 +46,7 @@ def open_llm(folder: Path, *, graphs: bool, methods: tuple[str, ...], **options:
         **{"kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": 128, **options},
     )
     if graphs:
-        runner = llm.engine.runner
-        cache = runner.cache
-        assert isinstance(cache, PagedCache)
-        for group in cache.groups:
-            group.mirrored = True  # as on a device: the tables have a copy of their own
-        instances = llm.engine.intake.methods.instances
-        runner.graphs = Rerun(
-            runner.model, runner.spec, cache, runner.controller, instances, runner.backends,
-            max_rows=8, max_len=512,
-        )  # fmt: skip
+        llm.engine.runner.graphs = rerun_of(llm)
     return llm
 
 

@@ -37,6 +37,7 @@ COMMANDS = Registry(
         "eval ruler": "sparseengine.evals.ruler:COMMAND",
         "eval needle": "sparseengine.evals.needle:COMMAND",
         "eval agree": "sparseengine.evals.agree:COMMAND",
+        "eval perplexity": "sparseengine.evals.perplexity:COMMAND",
     },
 )
 SUMMARIES = {
@@ -63,6 +64,7 @@ SUMMARIES = {
     "eval ruler": "long texts with questions: retrieval, tracing, counting, in three protocols",
     "eval needle": "find a number in a long text, by method, budget, length and depth",
     "eval agree": "measure how far a method's next-token distributions are from dense ones",
+    "eval perplexity": "read a long text under a method: perplexity by ranges of the text",
 }
 
 

@@ -11,7 +11,7 @@ it. The text and the question are tokenised apart in every protocol, so all see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from sparseengine.errors import ConfigError
 from sparseengine.evals.tasks import Query
 
 if TYPE_CHECKING:
+    from sparseengine.engine.intake import Submission
     from sparseengine.engine.outputs import RequestOutput
     from sparseengine.engine.record import SparseOutput
     from sparseengine.llm import LLM
@@ -39,15 +40,33 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """The answer to each question of a job, and what was recorded of the first one.
+class Asked:
+    """A job and a method for its prompt, checked and ready to run."""
 
-    tokens: stored at the end of the first answer by a method that drops nothing.
+    job: Job
+    answer_tokens: int
+    submission: Submission
+
+    @property
+    def budget(self) -> int | None:
+        """In tokens."""
+        return self.submission.requests[0].budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The answer to each question of a job, unless there was an `error`: then there are none.
+
+    kv_bytes: held at the end of an answer; tokens: what a method that drops nothing would hold
+    there; both are means over the answers. seen: the first answer's record, where one was asked
+    for.
     """
 
     texts: list[str]
-    tokens: int
-    seen: SparseOutput | None
+    tokens: float = 0.0
+    kv_bytes: float = 0.0
+    seen: SparseOutput | None = None
+    error: str | None = None
 
 
 def split_prompt(llm: LLM, context: str, query: Query) -> tuple[list[int], list[int]]:
@@ -78,41 +97,47 @@ def make_job(llm: LLM, protocol: str, context: str, queries: Sequence[Query]) ->
     )
 
 
-def ask(
-    llm: LLM, jobs: Sequence[Job], sparse: Sequence[SparseParams], answer_tokens: int
-) -> list[Answers]:
-    """Greedy answers of at most `answer_tokens`; one that holds all it should ends there."""
+def prepare(llm: LLM, job: Job, params: SparseParams, answer_tokens: int) -> Asked:
+    """Raises `RequestError` if the method or its budget is refused, `ConfigError` for a length."""
+    longest = max(map(len, job.questions))
+    sampling = SamplingParams(
+        n=len(job.questions),
+        temperature=0.0,
+        max_tokens=longest + answer_tokens,
+        min_tokens=longest + 1,  # a question may hold the token that ends an answer
+        detokenize=False,
+    )
+    submission = llm.engine.prepare(job.prompt, sampling, params)
+    if submission.requests[0].max_tokens < longest + answer_tokens:
+        raise ConfigError(
+            f"a prompt of {len(job.prompt)} tokens leaves no room for {longest} of a question "
+            f"and {answer_tokens} of an answer in max_model_len={llm.engine.intake.max_model_len}; "
+            "lower --lengths"
+        )
+    return Asked(job=job, answer_tokens=answer_tokens, submission=submission)
+
+
+def ask(llm: LLM, asked: Sequence[Asked]) -> Iterator[tuple[int, Answers]]:
+    """(index, its answers), all asked at once, in the order in which they end.
+
+    Greedy, of at most `answer_tokens`; an answer that holds all it should ends there.
+    """
     from sparseengine.evals.forced import ForcedSampler, drive
 
-    engine, sampler = llm.engine, ForcedSampler()
-    eos = next(iter(engine.intake.eos_ids), None)
-    submissions = []
-    for job, params in zip(jobs, sparse, strict=True):
-        longest = max(map(len, job.questions))
-        sampling = SamplingParams(
-            n=len(job.questions),
-            temperature=0.0,
-            max_tokens=longest + answer_tokens,
-            min_tokens=longest + 1,  # a question may hold the token that ends an answer
-            detokenize=False,
-        )
-        submission = engine.prepare(job.prompt, sampling, params)
-        if submission.requests[0].max_tokens < longest + answer_tokens:
-            raise ConfigError(
-                f"a prompt of {len(job.prompt)} tokens leaves no room for {longest} of a question "
-                f"and {answer_tokens} of an answer in max_model_len={engine.intake.max_model_len}; "
-                "lower --lengths"
-            )
+    sampler = ForcedSampler()
+    eos = next(iter(llm.engine.intake.eos_ids), None)
+    for one in asked:
+        job = one.job
         for request, tail, query in zip(
-            submission.requests, job.questions, job.queries, strict=True
+            one.submission.requests, job.questions, job.queries, strict=True
         ):
             sampler.force(request, tail)
             if eos is not None:
                 sampler.end_when(request, eos, _is_complete(llm, query))
-        submissions.append(submission)
-    outputs = drive(llm, sampler, submissions)
-    pairs = zip(jobs, outputs, strict=True)
-    return [_answers(llm, job, output, answer_tokens) for job, output in pairs]
+    places = {one.submission.request_id: i for i, one in enumerate(asked)}
+    for output in drive(llm, sampler, [one.submission for one in asked]):
+        i = places[output.request_id]
+        yield i, _answers(llm, asked[i], output)
 
 
 def _is_complete(llm: LLM, query: Query) -> Callable[[Sequence[int]], bool]:
@@ -123,14 +148,21 @@ def _is_complete(llm: LLM, query: Query) -> Callable[[Sequence[int]], bool]:
     return is_complete
 
 
-def _answers(llm: LLM, job: Job, output: RequestOutput, answer_tokens: int) -> Answers:
+def _answers(llm: LLM, asked: Asked, output: RequestOutput) -> Answers:
+    from sparseengine.engine.record import token_bytes
+
+    failed = [c for c in output.outputs if c.finish_reason == "error"]
+    if failed:
+        return Answers(texts=[], error=str(failed[0].stop_reason))
     texts = []
-    for completion, tail in zip(output.outputs, job.questions, strict=True):
-        if completion.finish_reason == "error":
-            raise ConfigError(f"a run ended early: {completion.stop_reason}")
-        own = completion.token_ids[len(tail) : len(tail) + answer_tokens]
+    for completion, tail in zip(output.outputs, asked.job.questions, strict=True):
+        own = completion.token_ids[len(tail) : len(tail) + asked.answer_tokens]
         texts.append(llm.tokenizer.decode(own, skip_special_tokens=True))
-    first = output.outputs[0]
-    # the last token was sampled, but never run
-    stored = len(job.prompt) + len(first.token_ids) - 1
-    return Answers(texts=texts, tokens=stored, seen=first.sparse)
+    metrics, number = output.metrics, len(output.outputs)
+    assert metrics is not None, "the engine measures every request"
+    return Answers(
+        texts=texts,
+        tokens=metrics.dense_kv_bytes / token_bytes(llm.resolved.spec) / number,
+        kv_bytes=metrics.kv_bytes / number,
+        seen=output.outputs[0].sparse,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,12 @@ from torch import Tensor
 
 from sparseengine.core.params import SamplingParams, SparseParams
 from sparseengine.core.plan import Request
+from sparseengine.engine.faults import isolated_step
 from sparseengine.engine.intake import Submission
 from sparseengine.engine.outputs import RequestOutput, Sample
 from sparseengine.engine.record import SparseOutput
 from sparseengine.engine.sampling import Drawn, Draws, Sampler
-from sparseengine.errors import ConfigError, SparseEngineError
+from sparseengine.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from sparseengine.llm import LLM
@@ -44,24 +45,31 @@ class ForcedSampler(Sampler):
         self._ends[request.id] = (eos, is_done)
 
     def draws(self, requests: Sequence[Request]) -> Draws | None:
-        return None  # captured steps would give tokens without their logits
+        if any(request.id in self.logits for request in requests):
+            return None  # captured steps would give tokens without their logits
+        return super().draws(requests)
 
     def draw(self, logits: Tensor, requests: Sequence[Request]) -> Drawn:
         self._rows = logits
         return super().draw(logits, requests)
 
     def collect(self, drawn: Drawn, requests: Sequence[Request]) -> list[Sample]:
+        """Logits fp32 [V] are kept on the host."""
         found, logits = super().collect(drawn, requests), self._rows
         for i, request in enumerate(requests):
             if found[i].error is None:
-                found[i] = self._replace(found[i], request, logits[i])
+                if request.num_generated > 0 and request.id in self.logits:
+                    self.logits[request.id].append(logits[i].float().cpu())
+                found[i] = self._replace(found[i], request)
         return found
 
-    def _replace(self, sample: Sample, request: Request, row: Tensor) -> Sample:
-        """Logits fp32 [V] are kept on the host."""
+    def _changes_logits(self, request: Request) -> bool:
+        """Not where the token is given: what would be sampled there is dropped."""
+        is_given = request.num_generated < len(self.forced.get(request.id, ()))
+        return not is_given and super()._changes_logits(request)
+
+    def _replace(self, sample: Sample, request: Request) -> Sample:
         step, tokens = request.num_generated, self.forced.get(request.id, ())
-        if step > 0 and request.id in self.logits:
-            self.logits[request.id].append(row.float().cpu())
         if step < len(tokens):
             return Sample(token=tokens[step])
         if request.id in self._ends:
@@ -73,26 +81,25 @@ class ForcedSampler(Sampler):
 
 def drive(
     llm: LLM, sampler: ForcedSampler, submissions: Sequence[Submission]
-) -> list[RequestOutput]:
+) -> Iterator[RequestOutput]:
     """Run prepared prompts to their end with this sampler; the engine gets its own back.
 
-    One step at a time: tokens are replaced on the host before the next step can have them.
+    Outputs come as they end; one that fails ends alone, with finish_reason "error". One step at a
+    time: tokens are replaced on the host before the next step can have them.
     """
     engine = llm.engine
     before = engine.runner.sampler, engine.overlap
     engine.runner.sampler, engine.overlap = sampler, False
-    outputs: dict[str, RequestOutput] = {}
     try:
         for submission in submissions:
             engine.submit(submission)
         while engine.has_work:
-            outputs.update((o.request_id, o) for o in engine.step() if o.finished)
+            yield from (output for output in isolated_step(engine) if output.finished)
     finally:
         for submission in submissions:
             engine.abort(submission.request_id)
         engine.discard()
         engine.runner.sampler, engine.overlap = before
-    return [outputs[s.request_id] for s in submissions]
 
 
 def forced_logits(
@@ -101,7 +108,7 @@ def forced_logits(
     """Run pieces of P + N + 1 tokens: P as a prompt, then N decode steps with the text's tokens.
 
     Row i of a piece's logits [N, V] predicts its token P + 1 + i. Also returns what was recorded of
-    each piece whose `sparse` asks for something.
+    each piece whose `sparse` asks for something. Raises `RequestError` if a piece fails.
     """
     engine, sampler = llm.engine, ForcedSampler()
     submissions = []
@@ -118,10 +125,11 @@ def forced_logits(
             )
         sampler.force(submission.requests[0], after, keep_logits=True)
         submissions.append(submission)
-    completions = [output.outputs[0] for output in drive(llm, sampler, submissions)]
+    outputs = {output.request_id: output for output in drive(llm, sampler, submissions)}
+    completions = [outputs[s.request_id].outputs[0] for s in submissions]
     for completion in completions:
         if completion.finish_reason != "length":
-            raise SparseEngineError(f"a forced run ended early: {completion.stop_reason}")
+            raise RequestError(f"a forced run ended early: {completion.stop_reason}")
     logits = [torch.stack(sampler.logits[s.requests[0].id]) for s in submissions]
     return logits, [completion.sparse for completion in completions]
 

@@ -215,7 +215,7 @@ def _ask(llm: LLM, case: Case, asked: Sequence[Question]) -> list[RequestOutput]
                 f"of {MAX_TOKENS} in max_model_len={limit}; lower --lengths"
             )
         if output.outputs[0].finish_reason == "error":
-            raise ConfigError(f"{case.label}: {output.outputs[0].stop_reason}")
+            raise RequestError(f"{case.label}: {output.outputs[0].stop_reason}")
     return outputs
 
 

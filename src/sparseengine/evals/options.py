@@ -1,11 +1,11 @@
-"""What the evaluations share: flags, the cases they ask for, an engine for each method."""
+"""What the evaluations share: flags, the cases they ask for, engines that run them."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,10 @@ from sparseengine.provenance import read_size
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from sparseengine.core.specs import CacheGroup
     from sparseengine.llm import LLM
 
+_NOT_KNOBS = ("budget", "ratio", "record", "prefill", "prefill_config")
 _SPARSE = ("sparse.method", "sparse.budget", "sparse.knobs", "sparse.enable_methods")
 _MIB = float(1 << 20)
 
@@ -35,19 +37,22 @@ _MIB = float(1 << 20)
 class Case:
     """One method with one budget: tokens, a fraction of the prompt, or None where none is taken.
 
+    variant: the knobs that --methods gives it there, as they are written; `knobs` has them, too.
     prefill: the pattern of its prompts, with its knobs.
     """
 
     method: str
     budget: int | float | None = None
     knobs: Mapping[str, Any] = field(default_factory=dict)
+    variant: str = ""
     prefill: str = DENSE_PREFILL
     prefill_knobs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        """The method, and the pattern if there is one."""
-        return self.method if self.prefill == DENSE_PREFILL else f"{self.method}+{self.prefill}"
+        """The method, its variant and the pattern, where there are any."""
+        name = f"{self.method}:{self.variant}" if self.variant else self.method
+        return name if self.prefill == DENSE_PREFILL else f"{name}+{self.prefill}"
 
     @property
     def label(self) -> str:
@@ -67,12 +72,13 @@ class Case:
         )
 
 
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+def add_eval_arguments(parser: argparse.ArgumentParser, *, controls: bool = True) -> None:
     parser.add_argument(
         "--methods",
         default="",
         metavar="A,B",
-        help="methods, or all; dense and two controls are always measured beside them",
+        help="methods, or all; one may be there again with other knobs: a,a:knob=1:preset=paper; "
+        f"{'dense and two controls are' if controls else 'dense is'} always measured beside them",
     )
     parser.add_argument(
         "--budgets",
@@ -148,7 +154,7 @@ def budgets(text: str) -> tuple[int | float, ...]:
     return tuple({(type(value), value): value for value in found}.values())
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def cases_of(args: argparse.Namespace, *, controls: bool = True) -> list[Case]:
     """Dense, the controls, then the methods asked for, each with every budget it can take.
 
     --sparse-prefill adds dense attention behind such a prefill, and holds for the methods asked
@@ -158,59 +164,140 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     from sparseengine.methods.prefill import PATTERNS
 
     sizes_ = budgets(args.budgets)
+    given = [part.strip() for part in args.methods.split(",") if part.strip()]
+    wanted = [Case(method=name) for name in METHODS] if _is_all(args) else map(_variant, given)
+    names = [METHODS.canonical(default_of("sparse.method"))]
+    if controls:
+        names += json.loads((files("sparseengine.evals") / "controls.json").read_text())
+    beside = _with_knobs(args, (Case(method=name) for name in names))
+    rows = _with_knobs(args, wanted)
+    _check_hyper_params(args, [*beside, *rows])
+    sparse = engine_config(args).sparse
+    prefill = PATTERNS.canonical(sparse.prefill)
+    if prefill != DENSE_PREFILL:
+        both = [beside[0], *rows]
+        rows = [replace(c, prefill=prefill, prefill_knobs=sparse.prefill_knobs) for c in both]
+    found: dict[str, Case] = {}
+    for case in [*beside, *rows]:
+        takes_none = METHODS.get(case.method).traits.takes == "none"
+        for size in (None,) if takes_none else sizes_:
+            one = replace(case, budget=size)
+            found.setdefault(f"{one.name} {size!r}", one)
+    return list(found.values())
+
+
+def _variant(text: str) -> Case:
+    """name:knob=value:knob=value; a value is JSON, or else a string. Raises `ConfigError`."""
+    from sparseengine.methods import METHODS
+
+    name, *parts = (part.strip() for part in text.split(":"))
+    knobs: dict[str, Any] = {}
+    for part in parts:
+        knob, equals, value = part.partition("=")
+        if not (knob and equals and value):
+            raise ConfigError(
+                f"--methods {text!r}: {part!r} is not a knob; give name:knob=value:knob=value"
+            )
+        try:
+            knobs[knob] = json.loads(value)
+        except ValueError:
+            knobs[knob] = value
+    return Case(method=METHODS.canonical(name), knobs=knobs, variant=":".join(parts))
+
+
+def _with_knobs(args: argparse.Namespace, cases: Iterable[Case]) -> list[Case]:
+    """With those of --hyper-params for all rows of a method; a row's own win."""
     knobs = hyper_params(args.hyper_params)
-    controls = json.loads((files("sparseengine.evals") / "controls.json").read_text())
-    given = [name.strip() for name in args.methods.split(",") if name.strip()]
-    wanted = list(METHODS) if _is_all(args) else [METHODS.canonical(name) for name in given]
-    dense = METHODS.canonical(default_of("sparse.method"))
-    names = list(dict.fromkeys([dense, *controls, *wanted]))
-    unused = [name for name in knobs if name not in names]
+    return [replace(c, knobs={**knobs.get(c.method, {}), **c.knobs}) for c in cases]
+
+
+def _check_hyper_params(args: argparse.Namespace, cases: Sequence[Case]) -> None:
+    names = [case.method for case in cases]
+    unused = [name for name in hyper_params(args.hyper_params) if name not in names]
     if unused:
         raise ConfigError(
             f"--hyper-params has knobs for {unused[0]!r}, which is not among --methods"
         )
-    entries: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
-    sparse = engine_config(args).sparse
-    prefill = PATTERNS.canonical(sparse.prefill)
-    if prefill != DENSE_PREFILL:
-        pattern = {"prefill": prefill, "prefill_knobs": sparse.prefill_knobs}
-        entries = [(name, {}) for name in dict.fromkeys([dense, *controls])]
-        entries += [(name, pattern) for name in dict.fromkeys([dense, *wanted])]
-    cases = []
-    for name, extra in entries:
-        takes_none = METHODS.get(name).traits.takes == "none"
-        for size in (None,) if takes_none else sizes_:
-            cases.append(Case(method=name, budget=size, knobs=knobs.get(name, {}), **extra))
-    return cases
+    for case in cases:
+        for knob in case.knobs:
+            if knob in _NOT_KNOBS:
+                raise ConfigError(
+                    f"{knob!r} is not a knob of {case.method!r}; give --budgets, or "
+                    "--sparse-prefill with --sparse-prefill-config"
+                )
 
 
 def _is_all(args: argparse.Namespace) -> bool:
     return bool(args.methods.strip() == "all")
 
 
+@dataclass(slots=True, kw_only=True)
+class _Shared:
+    """Cases for one engine, and how that stores their KV."""
+
+    config: EngineConfig
+    storage: tuple[CacheGroup, ...]
+    cases: list[Case]
+
+
 def engines(
     args: argparse.Namespace, cases: Sequence[Case], skipped: dict[str, str]
 ) -> Iterator[tuple[LLM, list[Case]]]:
-    """A fresh engine for each method, so that its bytes are its own, with the method's cases.
+    """Engines with the cases that each runs, all cases once, the first case first.
 
+    Methods share one if it stores their KV as an engine of their own would, so that bytes are their
+    own. Selections have engines of their own: captured decode steps hold one method's at most.
     With --methods all, a method that cannot run on the model is put into `skipped` with the reason,
     and so should be a case whose requests are refused (see `leave_out`).
     """
     from sparseengine.llm import LLM
 
-    by_method: dict[str, list[Case]] = {}
-    for case in cases:
-        by_method.setdefault(case.method, []).append(case)
-    configs = {name: _config(args, group[0]) for name, group in by_method.items()}
-    for name, group in by_method.items():
+    for shared in _shared(args, cases, skipped):
         try:
-            llm = LLM.from_config(configs[name], quiet=True)
+            llm = LLM.from_config(shared.config, quiet=True)
         except UnsupportedError as error:
-            leave_out(args, group[0], error, skipped, name)
+            for case in shared.cases:
+                leave_out(args, case, error, skipped, case.name)
             continue
         with llm:
             check_tokenizer(llm)
-            yield llm, group
+            yield llm, shared.cases
+
+
+def _shared(
+    args: argparse.Namespace, cases: Sequence[Case], skipped: dict[str, str]
+) -> list[_Shared]:
+    from sparseengine.resolve import resolve
+
+    by_name: dict[str, list[Case]] = {}
+    for case in cases:
+        by_name.setdefault(f"{case.method}:{case.variant}", []).append(case)
+    found: list[_Shared] = []
+    for group in by_name.values():
+        config = _config(args, group[0])
+        try:
+            storage = resolve(config).groups
+        except UnsupportedError as error:
+            leave_out(args, group[0], error, skipped, group[0].name)
+            continue
+        for other in found:
+            names = [*dict.fromkeys(c.method for c in (*other.cases, *group))]
+            if other.storage == storage and _may_share(names):
+                joint = other.config.with_values({"sparse.enable_methods": tuple(names)})
+                if resolve(joint).groups == storage:
+                    other.config = joint
+                    other.cases.extend(group)
+                    break
+        else:
+            found.append(_Shared(config=config, storage=storage, cases=group))
+    return found
+
+
+def _may_share(names: Sequence[str]) -> bool:
+    from sparseengine.methods import METHODS
+
+    selects = [METHODS.get(name).traits.family == "selection" for name in names]
+    return len(names) == 1 or not any(selects)
 
 
 def leave_out(

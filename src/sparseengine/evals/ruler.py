@@ -5,95 +5,46 @@ answers of the part of the wanted strings that an answer holds. `low` and `high`
 confidence (Wilson), as if every answer were drawn alone: questions on one text are not, so that the
 true interval of multi_question is wider.
 
-Bytes are measured on the first text of each cell: what the cache holds at the end of the first
-answer, and what a decode step reads on average, both divided by the tokens that dense attention
-would hold. The end of the prefill gives the first token of an answer in query_aware; most methods
-have dropped nothing by then.
+Every cell that is missing is given to the engine at once, and is kept as soon as its last answer
+is there. A request that fails costs its own cell, which is listed under `skipped`.
+
+Bytes held are a mean over all answers of a cell, each at its end. What a decode step reads needs a
+record, which makes steps slow: it is measured once for each method, budget, protocol and length,
+beside the answers, on the first question about the first text of the first task, over the steps of
+the question and `READ_TOKENS` of an answer at most. Both are divided by the tokens that dense
+attention would hold. The end of the prefill gives the first token of an answer in query_aware; most
+methods have dropped nothing by then.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import sqrt
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from sparseengine.console import note, positive
-from sparseengine.errors import ConfigError, RequestError, nearest
-from sparseengine.evals.asking import MULTI_QUESTION, PROTOCOLS, Job, ask, make_job, split_prompt
+from sparseengine.console import positive
+from sparseengine.errors import ConfigError, nearest
+from sparseengine.evals.asking import MULTI_QUESTION, PROTOCOLS
 from sparseengine.evals.chart import Point, draw
 from sparseengine.evals.journal import Journal
 from sparseengine.evals.options import (
-    Case,
     add_eval_arguments,
     cases_of,
     engines,
     finish,
-    leave_out,
     settings_of,
 )
 from sparseengine.evals.options import sizes as sizes_of
-from sparseengine.evals.tasks import TASKS, Text, fit
-
-if TYPE_CHECKING:
-    from sparseengine.llm import LLM
+from sparseengine.evals.tasks import TASKS
+from sparseengine.evals.waves import Answered, Cell, Texts, Waves
 
 FOOTNOTE = (
-    "scores from 0 to 1; n: answers per task, on so many texts; B/token and read/token: bytes of "
-    "KV held, and read by a decode step, per token of the text, measured on the first text"
+    "scores from 0 to 1; n: answers per task, on so many texts; B/token: bytes of KV held at the "
+    "end of an answer per token of the text, mean of all; read/token: bytes read by a decode step, "
+    "measured on the first text of the first task"
 )
 _Z = 1.96
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """What one row measures, apart from the method and its budget."""
-
-    protocol: str
-    length: int
-    task: str
-
-    def key(self, case: Case) -> dict[str, Any]:
-        return {
-            "method": case.name,
-            "budget": case.budget,
-            "protocol": self.protocol,
-            "length": self.length,
-            "task": self.task,
-        }
-
-
-@dataclass(slots=True, kw_only=True)
-class Texts:
-    """The jobs of a cell, made once: every method gets the same tokens."""
-
-    num_texts: int
-    num_questions: int
-    seed: int
-    answer_tokens: int | None
-    made: dict[Cell, list[Job]] = field(default_factory=dict)
-
-    def answer(self, cell: Cell) -> int:
-        return self.answer_tokens or TASKS[cell.task].answer_tokens
-
-    def jobs(self, llm: LLM, cell: Cell) -> list[Job]:
-        if cell not in self.made:
-            self.made[cell] = [self._job(llm, cell, i) for i in range(self.num_texts)]
-        return self.made[cell]
-
-    def _job(self, llm: LLM, cell: Cell, index: int) -> Job:
-        questions = self.num_questions if cell.protocol == MULTI_QUESTION else 1
-
-        def count(text: Text) -> int:
-            longest = max(text.queries, key=lambda query: len(query.question) + len(query.cue))
-            before, behind = split_prompt(llm, text.context, longest)
-            return len(before) + len(behind) + self.answer(cell)
-
-        seed = f"{cell.task}, {cell.length} tokens, seed {self.seed}, text {index}"
-        text = fit(TASKS[cell.task], count, cell.length, seed, questions)
-        return make_job(llm, cell.protocol, text.context, text.queries)
 
 
 class Ruler:
@@ -154,13 +105,15 @@ class Ruler:
             answer_tokens=args.answer_tokens,
         )
         open_cases = [c for c in cases if any(cell.key(c) not in journal for cell in cells)]
+        waves = Waves(args=args, cells=cells, texts=texts, journal=journal, skipped=skipped)
         for llm, group in engines(args, open_cases, skipped):
-            for case in group:
-                try:
-                    run_case(llm, case, cells, texts, journal)
-                except RequestError as error:
-                    leave_out(args, case, error, skipped, case.label)
+            for answered in waves.run(llm, group):
+                row, samples = row_of(answered)
+                journal.add(answered.key, row, samples)
+                answered.tell(f"{row['score']:.2f}")
         rows, raw = journal.take([cell.key(case) for case in cases for cell in cells])
+        if not rows:
+            raise ConfigError(f"nothing could be measured; {'; '.join(skipped.values())}")
         info = {**facts, "skipped": skipped}
         finish("ruler", folder, info, raw, rows, list(shown(rows)), FOOTNOTE)
         if folder is not None:
@@ -196,50 +149,32 @@ def names_of(flag: str, text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def run_case(llm: LLM, case: Case, cells: Sequence[Cell], texts: Texts, journal: Journal) -> None:
-    for cell in cells:
-        if cell.key(case) in journal:
-            continue
-        start = time.monotonic()
-        row, samples = run_cell(llm, case, cell, texts)
-        journal.add(cell.key(case), row, samples)
-        where = f"{cell.protocol} {cell.task} {cell.length}"
-        note(f"{case.label}: {where}: {row['score']:.2f} ({time.monotonic() - start:.0f} s)")
-
-
-def run_cell(
-    llm: LLM, case: Case, cell: Cell, texts: Texts
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def row_of(answered: Answered) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(the row, a sample for each answer)."""
-    jobs = texts.jobs(llm, cell)
-    sparse = [case.params(record=i == 0) for i in range(len(jobs))]
-    found = ask(llm, jobs, sparse, texts.answer(cell))
     samples = []
-    for i, (job, answers) in enumerate(zip(jobs, found, strict=True)):
-        for query, text in zip(job.queries, answers.texts, strict=True):
+    for i, (asked, answers) in enumerate(zip(answered.asked, answered.answers, strict=True)):
+        for query, text in zip(asked.job.queries, answers.texts, strict=True):
             sample = {"text": i, "question": query.question, "wanted": query.wanted}
             sample |= {"answer": text, "score": query.score(text)}
-            samples.append({**cell.key(case), **sample})
+            samples.append({**answered.key, **sample})
     scores = [sample["score"] for sample in samples]
     low, high = wilson(sum(scores), len(scores))
-    first, seen = found[0], found[0].seen
-    assert seen is not None
-    reads = seen.bytes_read_per_step
-    read = sum(reads) / len(reads) if reads else None
+    number, first = len(answered.asked), answered.asked[0]
+    tokens = sum(answers.tokens for answers in answered.answers) / number
+    held = sum(answers.kv_bytes for answers in answered.answers) / number
     row = {
-        **cell.key(case),
-        "texts": len(jobs),
+        **answered.key,
+        "texts": number,
         "answers": len(scores),
         "score": sum(scores) / len(scores),
         "low": low,
         "high": high,
-        "prompt_tokens": len(jobs[0].prompt),
-        "budget_tokens": seen.budget,
-        "stored_tokens": first.tokens,
-        "resident_bytes": seen.resident_bytes,
-        "bytes_read_per_step": read,
-        "resident_bytes_per_token": seen.resident_bytes / first.tokens,
-        "read_bytes_per_token": None if read is None else read / first.tokens,
+        "prompt_tokens": len(first.job.prompt),
+        "budget_tokens": first.budget,
+        "stored_tokens": tokens,
+        "resident_bytes": held,
+        "resident_bytes_per_token": held / tokens,
+        "read_bytes_per_token": answered.read,
     }
     return row, samples
 
