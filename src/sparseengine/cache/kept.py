@@ -224,11 +224,6 @@ class KeptRows:
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all rows; shared ones count in each."""
-        return sum(row.tokens.size for row in self._rows.values())
-
     def bytes(self) -> int:
         """Host bytes of tokens and page lists."""
         rows = self._rows.values()

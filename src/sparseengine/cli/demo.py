@@ -165,6 +165,7 @@ def run_case(llm: LLM, case: DemoCase, puzzle: Puzzle) -> dict[str, Any]:
     messages = [{"role": "user", "content": puzzle.message}]
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     engine = llm.resolved.sparse
+    llm.reset_prefix_cache()  # every case runs its prompt once; recording may begin with its rows
     timed = llm.chat(messages, sampling, case.params(engine, record=False), use_tqdm=False)[0]
     short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     recorded = llm.chat(messages, short, case.params(engine, record=True), use_tqdm=False)[0]

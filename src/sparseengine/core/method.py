@@ -230,9 +230,10 @@ class SparseMethod:
     def reusable(self, prompt_len: int) -> int:
         """How many leading tokens of a prompt may be found stored, as a dense prompt leaves them.
 
-        The hooks are not called for those: a method that must see their queries cannot take them.
+        The hooks are not called for those: a method that must see them run cannot take them.
         """
-        return prompt_len if self.traits.sharing == "radix" else 0
+        looks = self.uses("observe") or self.uses("layer_end")
+        return prompt_len if self.traits.sharing == "radix" and not looks else 0
 
     def prefill_block(self) -> int | None:
         """Chunks of this method's prompts never straddle a multiple of this many tokens."""

@@ -49,7 +49,7 @@ class Prefixes:
         if why_not is not None:
             return PrefixHit(miss=why_not)
         hit = self.cache.match(request, limit)
-        return hit._replace(copies=method.traits.sharing != "radix")
+        return hit._replace(copies=method.traits.sharing != "radix" or method.uses("evict"))
 
     def note(self, request: Request, hit: PrefixHit) -> None:
         """The request was admitted with this hit."""
