@@ -7,12 +7,15 @@ import random
 import pytest
 
 from contract.cases import CASES, MIXES, Case
-from contract.driver import PAGE, solo
+from contract.driver import PAGE, Driver, make, solo
 from contract.test_contract import CELLS, prompt
 from contract.test_scheduled import NEW, ask, drain, engine_for
 from contract.toy import VOCAB, Toy
+from fixtures.engines import drain as finished
 from sparseengine.core.params import SamplingParams, SparseParams
+from sparseengine.core.plan import Chunk, Purpose
 from sparseengine.engine.engine import Engine
+from sparseengine.errors import RequestError
 
 LONG = 48
 PAGES = 8 * -(-(LONG + NEW) // PAGE)
@@ -148,3 +151,110 @@ def test_all_methods_at_once_in_little_memory(mix: str, seed: int) -> None:
         assert found[name] == [expected(case, mix, tokens)] * len(found[name])
     assert hits > 0
     assert engine.scheduler.cache.free_pages() == engine.scheduler.cache.total_pages()
+
+
+# ── rows that an eviction has left ────────────────────────────────────────────────────────────────
+
+
+def _saves(case: Case, mix: str) -> bool:
+    return make(Toy(MIXES[mix]).spec, case.method, **case.knobs).saves()
+
+
+SAVING = [cell for cell in CELLS if _saves(cell.values[0], cell.values[1])]
+
+
+def asks(engine: Engine, case: Case, tokens: list[int], name: str, n: int = 1):
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, n=n)
+    sparse = SparseParams(case.method, budget=case.budget, save_prefix=True, **case.knobs)
+    engine.add_request(tokens, sampling, sparse, request_id=name)
+    request = engine._live[name].requests[0]
+    output = finished(engine)[name]
+    engine.scheduler.cache.check()
+    return request, output
+
+
+def gone_on(case: Case, mix: str, first: list[int], turns: list[list[int]]) -> list[int]:
+    """Greedy tokens after turns that were put behind a cut prompt, as what follows it."""
+    toy = Toy(MIXES[mix])
+    driver = Driver(toy, {case.method: make(toy.spec, case.method, **case.knobs)})
+    request = driver.add(0, first, 100, case.method, case.budget)
+    driver.advance([request])
+    for turn in turns:
+        request.tokens[request.computed :] = turn
+        chunk = Chunk(request, tuple(turn), request.computed, Purpose.PREFILL, True)
+        logits = driver.step([chunk])
+        request.computed = chunk.stop
+        request.tokens.append(int(logits[0].argmax()))
+    while len(request.tokens) < len(first) + sum(map(len, turns)) + NEW:
+        driver.advance([request])
+    return request.tokens[-NEW:]
+
+
+@pytest.mark.parametrize(("case", "mix"), SAVING)
+def test_a_prompt_that_was_cut_is_begun_with_and_goes_on(case: Case, mix: str) -> None:
+    """Two questions behind one document, and a second turn behind the first answer."""
+    engine = engine_for(Toy(MIXES[mix]), [case], PAGES, keeps=True)
+    first, questions = prompt(LONG), ([7, 5, 9], [11, 3])
+    asks(engine, case, first, "document")
+    for question in questions:
+        tokens = [*first, *question]
+        request, output = asks(engine, case, tokens, f"question {question[0]}", n=2)
+        assert output.num_cached_tokens == request.saved == LONG
+        out = gone_on(case, mix, first, [question])
+        assert [c.token_ids for c in output.outputs] == [out, out]
+    turn = [*first, *questions[0], *gone_on(case, mix, first, [questions[0]]), 4, 6]
+    request, output = asks(engine, case, turn, "turn")
+    assert request.saved == len(turn) - 3  # the answer's last token was never run
+    if "select" not in case.knobs:  # else the answer in the turn has read less than a prompt does
+        assert output.outputs[0].token_ids == gone_on(case, mix, first, [turn[LONG:]])
+    other, _ = asks(engine, case, [*first[:40], *turn], "other")
+    assert other.saved == 0, "only all of a text that was cut is of use"
+    assert engine.scheduler.cache.free_pages() == engine.scheduler.cache.total_pages()
+    engine.reset_prefix_cache()
+    engine.scheduler.cache.check()
+
+
+def test_cut_rows_are_those_of_one_method_and_budget() -> None:
+    knorm = CASES["knorm"]
+    engine = engine_for(Toy("ff"), [knorm, CASES["keydiff"]], PAGES, keeps=True)
+    asks(engine, knorm, prompt(LONG), "first")
+    tokens = [*prompt(LONG), 7]
+    assert asks(engine, knorm._replace(budget=24), tokens, "more")[0].saved == 0
+    assert asks(engine, CASES["keydiff"], tokens, "other")[0].saved == 0
+    assert asks(engine, knorm, tokens, "same")[0].saved == LONG
+    ask(engine, knorm, tokens, "plain")
+    assert engine._live["plain"].requests[0].saved == 0
+    assert drain(engine)["plain"] == [expected(knorm, "full", tokens)], "it did not ask for them"
+
+
+def test_cut_rows_let_more_requests_in() -> None:
+    """A prompt that fits alone, four times behind its compressed rows."""
+    case = CASES["knorm"]
+    engine = engine_for(Toy("ff"), [case], 2 * -(-(LONG + NEW) // PAGE), keeps=True)
+    asks(engine, case, prompt(LONG), "first")
+    sampling = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
+    sparse = SparseParams(case.method, budget=case.budget, save_prefix=True, **case.knobs)
+    for i in range(3):
+        engine.add_request([*prompt(LONG), 7 + i], sampling, sparse, request_id=str(i))
+    engine.step()
+    assert len(engine.scheduler.running) == 3
+    found = drain(engine)
+    assert found["1"] == [gone_on(case, "full", prompt(LONG), [[8]])]
+    assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("sparse", "keeps", "message"),
+    [
+        (SparseParams("h2o", budget=20, save_prefix=True), True, "h2o goes on to evict"),
+        (SparseParams("knorm", budget=20, save_prefix=True), False, "enable_prefix_caching"),
+        (SparseParams("knorm", budget=20, save_prefix=True, prefill="a_shape"), True, "prefill"),
+        (SparseParams("knorm", budget=20, save_prefix=True, compensate=True), True, "digests"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(sparse: SparseParams, keeps: bool, message: str) -> None:
+    cases = [Case("h2o", {}), Case("knorm", {})]
+    engine = engine_for(Toy("ff"), cases, PAGES, keeps=keeps)
+    with pytest.raises(RequestError, match=message):
+        engine.add_request(prompt(LONG), SamplingParams(max_tokens=2), sparse)
+    assert not engine.has_work

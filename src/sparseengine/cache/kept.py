@@ -35,18 +35,26 @@ States = Mapping[int, tuple[Tensor, ...]]
 
 @dataclass(slots=True)
 class _Part:
-    """A row in one group: its length and its pages [R, W]."""
+    """The rows of one group: lengths [R] and pages [R, W], anything past a row's end."""
 
-    length: int
+    lens: Ints
     pages: Ints
+
+    def owned(self, page_size: int) -> Ints:
+        """The page of every entry in use."""
+        held = -(-self.lens // np.int32(page_size))
+        return np.asarray(self.pages[np.arange(self.pages.shape[1]) < held[:, None]])
 
 
 @dataclass(slots=True)
 class _Kept:
+    """evicted: something was, so that only all of it is of use. was_cut: it gave up its tail."""
+
     tokens: Ints
     salt: str
     parts: list[_Part]
     states: States
+    evicted: bool = False
     was_cut: bool = False
 
 
@@ -87,6 +95,8 @@ class KeptRows:
             self._rows.move_to_end(source)
         if limit < self.step:
             return PrefixHit(miss=Miss("below_page"))
+        if source is not None and self._rows[source].evicted:
+            return PrefixHit(best, source, held=self._held(self._rows[source]))
         if best >= limit // self.step * self.step:
             return PrefixHit(best, source)
         gone = max((_common(wanted, t) for s, t in self._ghosts if s == salt), default=0)
@@ -98,7 +108,7 @@ class KeptRows:
     def _usable(self, row: _Kept, common: int) -> int:
         """Tokens of a row that a prompt can begin with if so many are the same."""
         whole = common // self.step * self.step
-        if self._can_cut(row, whole):
+        if not row.evicted and self._can_cut(row, whole):
             return whole
         return common if common == row.tokens.size else 0
 
@@ -109,7 +119,7 @@ class KeptRows:
             return False
         for group, part in zip(self._groups, row.parts, strict=True):
             window = group.geo.window
-            if window is not None and part.length - gone < min(window - 1, tokens):
+            if window is not None and int(part.lens[0]) - gone < min(window - 1, tokens):
                 return False
         return True
 
@@ -126,31 +136,48 @@ class KeptRows:
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────
 
+    def _held(self, row: _Kept) -> int:
+        """Mean length of rows that an eviction has cut, each rounded up to pages."""
+        plain = [
+            (group, part)
+            for group, part in zip(self._groups, row.parts, strict=True)
+            if group.geo.window is None
+        ]
+        held = sum(p.owned(g.geo.page_size).size * g.geo.page_size * g.geo.units for g, p in plain)
+        return -(-held // max(1, sum(p.lens.size * g.geo.units for g, p in plain)))
+
     def add(
-        self, request_id: int, slot: int, stored: int, tokens: Sequence[int], salt: str
+        self,
+        request_id: int,
+        slot: int,
+        stored: int,
+        tokens: Sequence[int],
+        salt: str,
+        *,
+        evicted: bool = False,
     ) -> None:
         """Keep a request's rows of `stored` tokens, cut back to `tokens`, the first of them.
 
-        Nothing happens if they cannot be cut so, are less than a page, or something was evicted.
+        Nothing happens if they cannot be cut so, are less than a page, or something was evicted;
+        with `evicted`, unless something was.
         """
         gone = stored - len(tokens)
         assert gone >= 0, f"request {request_id} holds {stored} tokens, not {len(tokens)}"
         wanted = np.asarray(tokens, np.int32)
-        if wanted.size < self.step or not self._is_news(wanted, salt):
+        if wanted.size < self.step or not self._is_news(wanted, salt, evicted or self.ends_only):
             return
         states = self._sides.states_of(request_id)
         if gone and states:
             return
-        parts = []
-        for group in self._groups:
-            part = _cut_part(group, slot, stored, gone)
-            if part is None:
-                return
-            parts.append(part)
-        row = _Kept(wanted, salt, parts, states)
-        for group, part in zip(self._groups, parts, strict=True):
-            group.pool.keep(part.pages.ravel())
-        if not self.ends_only:
+        parts = [_cut_part(group, slot, stored, gone) for group in self._groups]
+        found = [part for part in parts if part is not None]
+        is_whole = all(_is_intact(group, slot, stored) for group in self._groups)
+        if len(found) < len(parts) or is_whole == evicted:
+            return
+        row = _Kept(wanted, salt, found, states, evicted)
+        for group, part in zip(self._groups, found, strict=True):
+            group.pool.keep(part.owned(group.geo.page_size))
+        if not (self.ends_only or evicted):
             for key in [k for k, r in self._of(salt) if _common(wanted, r.tokens) == r.tokens.size]:
                 self._drop(key)
         self._rows[self._next_key] = row
@@ -158,10 +185,10 @@ class KeptRows:
         while len(self._rows) > MAX_ROWS:
             self._evict(next(iter(self._rows)))
 
-    def _is_news(self, tokens: Ints, salt: str) -> bool:
+    def _is_news(self, tokens: Ints, salt: str, ends_only: bool) -> bool:
         """Whether no row has these tokens; one that has counts as used now."""
         for key, row in self._of(salt):
-            same = row.tokens.size == tokens.size if self.ends_only else True
+            same = row.tokens.size == tokens.size if ends_only else True
             if same and _common(tokens, row.tokens) == tokens.size:
                 self._rows.move_to_end(key)
                 return False
@@ -172,7 +199,7 @@ class KeptRows:
         row = self._rows[key]
         gone = row.tokens.size - tokens
         for group, part in zip(self._groups, row.parts, strict=True):
-            group.rows.adopt(slot, part.pages, part.length - gone, copies=copies)
+            group.rows.adopt(slot, part.pages, part.lens - np.int32(gone), copies=copies)
         self._sides.adopt_states(request_id, row.states)
 
     # ── letting go ───────────────────────────────────────────────────────────────────────────────
@@ -183,16 +210,17 @@ class KeptRows:
             return False
         key, row = next(iter(self._rows.items()))
         half = row.tokens.size // 2 // self.step * self.step
-        if row.tokens.size < _LEAST_CUT or self.ends_only:
+        if row.tokens.size < _LEAST_CUT or self.ends_only or row.evicted:
             self._evict(key)
             return True
         if not row.was_cut:
             self._ghosts.append((row.salt, row.tokens))
         row.was_cut = True
         for group, part in zip(self._groups, row.parts, strict=True):
-            part.length = half
             held = -(-half // group.geo.page_size)
-            self._release(group, part.pages[:, held:])
+            had = -(-int(part.lens[0]) // group.geo.page_size)
+            self._release(group, part.pages[:, held:had].ravel())
+            part.lens = np.full_like(part.lens, half)
             part.pages = part.pages[:, :held].copy()
         row.tokens = row.tokens[:half].copy()
         return True
@@ -216,11 +244,11 @@ class KeptRows:
 
     def _drop(self, key: int) -> None:
         for group, part in zip(self._groups, self._rows.pop(key).parts, strict=True):
-            self._release(group, part.pages)
+            self._release(group, part.owned(group.geo.page_size))
 
     @staticmethod
     def _release(group: GroupCache, pages: Ints) -> None:
-        group.poison_pages(group.pool.unkeep(pages.ravel()))
+        group.poison_pages(group.pool.unkeep(pages))
 
     # ── facts ────────────────────────────────────────────────────────────────────────────────────
 
@@ -236,19 +264,22 @@ class KeptRows:
     def owned(self, group: GroupCache) -> Ints:
         """The page of every entry of a group's kept rows."""
         at = self._groups.index(group)
-        found = [row.parts[at].pages.ravel() for row in self._rows.values()]
+        found = [row.parts[at].owned(group.geo.page_size) for row in self._rows.values()]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
 
 
 def _cut_part(group: GroupCache, slot: int, stored: int, gone: int) -> _Part | None:
     """A request's row in a group without its newest `gone` of `stored` tokens, if it is there."""
-    lens, window = group.rows.lens[slot], group.geo.window
-    length = int(lens[0]) - gone
-    needed = stored - gone if window is None else min(window - 1, stored - gone)
-    is_intact = bool((lens == lens[0]).all()) and (window is not None or int(lens[0]) == stored)
-    if not is_intact or length < needed:
+    lens, window = group.rows.lens[slot] - np.int32(gone), group.geo.window
+    least = 0 if window is None else min(window - 1, stored - gone)
+    if int(lens.min(initial=least)) < least:
         return None
-    return _Part(length, group.rows.first_pages(slot, length))
+    return _Part(lens, group.rows.first_pages(slot, lens))
+
+
+def _is_intact(group: GroupCache, slot: int, stored: int) -> bool:
+    """Whether a request's rows hold all that was run, but for what a window has left behind."""
+    return group.geo.window is not None or bool((group.rows.lens[slot] == stored).all())
 
 
 def _common(a: Ints, b: Ints) -> int:

@@ -105,8 +105,9 @@ class PagedCache:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def match(self, request: Request, limit: int = 0) -> PrefixHit:
-        return self._kept.find(request.tokens, request.salt, limit) if limit > 0 else PrefixHit()
+    def match(self, request: Request, limit: int = 0, salt: str | None = None) -> PrefixHit:
+        salt = request.salt if salt is None else salt
+        return self._kept.find(request.tokens, salt, limit) if limit > 0 else PrefixHit()
 
     def admit(self, request: Request, hit: PrefixHit) -> None:
         """Give the request rows: empty ones, or the first `hit.tokens` of a kept one."""
@@ -117,8 +118,11 @@ class PagedCache:
             self._kept.adopt(hit.source, hit.tokens, slot, request.id, copies=hit.copies)
             self._stored[request.id] = hit.tokens
 
-    def keep(self, request_id: int, tokens: Sequence[int], salt: str = "") -> None:
-        self._kept.add(request_id, self._slot(request_id), self._stored[request_id], tokens, salt)
+    def keep(
+        self, request_id: int, tokens: Sequence[int], salt: str = "", *, evicted: bool = False
+    ) -> None:
+        slot, stored = self._slot(request_id), self._stored[request_id]
+        self._kept.add(request_id, slot, stored, tokens, salt, evicted=evicted)
 
     def forget_kept(self, tokens: Sequence[int] | None = None, salt: str = "") -> None:
         self._kept.forget(tokens, salt)

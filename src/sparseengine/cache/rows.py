@@ -163,21 +163,22 @@ class RowTable:
         if source in self.copying:
             self.copying.add(slot)
 
-    def first_pages(self, slot: int, length: int) -> Ints:
-        """Pages [R, W] of the first `length` slots of a request's rows."""
-        rows, cols = np.arange(self.rows), np.arange(-(-length // self.page_size))
+    def first_pages(self, slot: int, lens: Ints) -> Ints:
+        """Pages [R, W] of the first `lens` [R] slots of a request's rows; anything behind them."""
+        rows, cols = np.arange(self.rows), np.arange(int(self.held(lens).max(initial=0)))
         at = self.tables.at(np.full((self.rows, 1), slot), rows[:, None], cols)
         return np.asarray(self.tables.arena[at])
 
-    def adopt(self, slot: int, pages: Ints, length: int, *, copies: bool) -> None:
-        """Let an empty request own the pages [R, W] of `length` slots, too.
+    def adopt(self, slot: int, pages: Ints, lens: Ints, *, copies: bool) -> None:
+        """Let an empty request own the pages [R, W] of `lens` [R] slots, too.
 
         They count as not reported yet: whoever summarises them now need not have been there before.
         """
-        held = -(-length // self.page_size)
-        self.tables.put(slot, pages[:, :held])
-        self.pool.share(pages[:, :held].ravel())
-        self.lens[slot] = length
+        held = self.held(lens)
+        pages = pages[:, : int(held.max(initial=0))]
+        self.tables.put(slot, pages)
+        self.pool.share(pages[np.arange(pages.shape[1]) < held[:, None]])
+        self.lens[slot] = lens
         if copies:
             self.copying.add(slot)
 

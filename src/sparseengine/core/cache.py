@@ -15,13 +15,15 @@ from sparseengine.core.view import AttentionView, Keep, Segment, Selection
 class PrefixHit(NamedTuple):
     """Tokens of a request that are already stored, and the id they are forked from.
 
-    copies: the request will rewrite them, so its first step gives it pages of its own.
+    copies: the request will rewrite them, so its first step gives it pages of its own. held: of
+    rows that an eviction has cut, the mean length, each rounded up to pages.
     """
 
     tokens: int = 0
     source: int | None = None
     miss: Miss | None = None
     copies: bool = False
+    held: int | None = None
 
 
 class Usage(NamedTuple):
@@ -56,10 +58,12 @@ class CacheManager(Protocol):
         """How many tokens one more request could have, evicting nothing."""
         ...
 
-    def match(self, request: Request, limit: int) -> PrefixHit:
+    def match(self, request: Request, limit: int, salt: str | None = None) -> PrefixHit:
         """The longest part of the first `limit` tokens that a kept row of its salt holds.
 
-        Whole pages, where rows can be cut; with the reason when it is not all that could be.
+        Whole pages, where rows can be cut; with the reason when it is not all that could be. Rows
+        that an eviction has cut are found where the prompt begins with the whole of their text.
+        salt: in place of the request's own.
         """
         ...
 
@@ -82,12 +86,14 @@ class CacheManager(Protocol):
         """
         ...
 
-    def keep(self, request_id: int, tokens: Sequence[int], salt: str = "") -> None:
+    def keep(
+        self, request_id: int, tokens: Sequence[int], salt: str = "", *, evicted: bool = False
+    ) -> None:
         """Keep a copy of the request's rows, which hold these tokens, for later requests.
 
         They share its pages, and go, the least recently used first, when others need the memory.
-        Rows that hold more are cut back to these tokens. Nothing is kept of rows from which
-        something was evicted, or which cannot be cut back so far.
+        Rows that hold more are cut back to these tokens. Nothing is kept of rows that cannot be cut
+        back so far, nor of rows from which something was evicted, or with `evicted` of others.
         """
         ...
 

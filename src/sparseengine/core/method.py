@@ -235,6 +235,10 @@ class SparseMethod:
         looks = self.uses("observe") or self.uses("layer_end")
         return prompt_len if self.traits.sharing == "radix" and not looks else 0
 
+    def saves(self) -> bool:
+        """Whether later prompts may begin with rows that this method has cut (`Request.saved`)."""
+        return False
+
     def prefill_block(self) -> int | None:
         """Chunks of this method's prompts never straddle a multiple of this many tokens."""
         return None

@@ -244,6 +244,9 @@ class SparseParams:
     Methods that evict may keep digests of what they drop. `dropped_mass=True` estimates from them
     how much attention each decode step would have paid to evicted tokens and reports it in
     `outputs[i].sparse.dropped_mass`; `compensate=True` lets decode steps attend to the digests.
+
+    `save_prefix=True` keeps what the method's eviction left, for later prompts with the same
+    parameters that begin with the whole of this one, and begins with such rows if there are any.
     """
 
     method: str
@@ -253,6 +256,7 @@ class SparseParams:
     kv_error: float | None
     dropped_mass: bool
     compensate: bool
+    save_prefix: bool
     prefill: str
     prefill_config: Mapping[str, Any] = field(hash=False)
     knobs: Mapping[str, Any] = field(hash=False)
@@ -267,6 +271,7 @@ class SparseParams:
         kv_error: float | None = None,
         dropped_mass: bool = False,
         compensate: bool = False,
+        save_prefix: bool = False,
         prefill: str = DENSE_PREFILL,
         prefill_config: Mapping[str, Any] | None = None,
         **knobs: Any,
@@ -285,6 +290,7 @@ class SparseParams:
             _require(ok, "kv_error", kv_error, "the part of attention to lose, in [0, 1]")
         object.__setattr__(self, "kv_error", kv_error)
         flags = {"record": record, "dropped_mass": dropped_mass, "compensate": compensate}
+        flags["save_prefix"] = save_prefix
         for name, flag in flags.items():
             _require(isinstance(flag, bool), name, flag, "True or False")
             object.__setattr__(self, name, flag)

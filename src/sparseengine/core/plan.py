@@ -49,11 +49,12 @@ class Request:
     `tokens` is prompt + generated; the last one may be UNKNOWN. `computed` counts positions already
     run; after a preemption it restarts at 0 and the tokens are run again. `budget` is the resolved
     tokens per row (None: the method takes none). `method` and `prefill` are the keys under which
-    the controller finds the instances. `salt`: rows are shared with requests of the same salt.
+    the controller finds the instances. Chunks of the prompt end at multiples of `align` where the
+    budget of a step allows. `salt`: rows are shared with requests of the same salt.
     `cached`: tokens of it that were found stored when it was first admitted, and `miss` why not
-    more. Chunks of the prompt end at multiples of `align` where the
-    budget of a step allows. `parent` is the id of the request whose prompt rows an n > 1 sibling
-    forks.
+    more. `saved`: tokens that it began with as an eviction of its method had left them: what
+    follows them in the prompt is kept whole, as what is generated is. `parent` is the id of the
+    request whose prompt rows an n > 1 sibling forks.
     """
 
     id: int
@@ -72,6 +73,7 @@ class Request:
     salt: str = ""
     cached: int | None = None
     miss: Miss | None = None
+    saved: int = 0
 
     @property
     def num_generated(self) -> int:

@@ -159,6 +159,12 @@ class Ticket:
             self._planned = tuple(tuple(r) for r in self.method.replay(self.request))
         return self._planned
 
+    def finishes_prompt(self, chunk: Chunk) -> bool:
+        """Whether nothing of the prompt is left to run behind this chunk, its last one."""
+        if chunk.purpose is Purpose.REPLAY:
+            return len(self.replays) == 1
+        return chunk.ends_prompt and not self.planned_replays()
+
     def advance(self, chunk: Chunk) -> None:
         """The chunk has run."""
         if chunk.purpose is Purpose.REPLAY:
@@ -231,10 +237,13 @@ class Admission:
         """
         pages = self._charge(request, self._output_tokens(request))
         paid = self._hit_pages(running)
-        if room < 1 or (pages.most > available and not paid):
+        if room < 1 or (pages.most > available and not paid and not request.sparse.save_prefix):
             return None
         hit = self.prefixes.find(request)
-        own = 0 if hit.source is None or hit.copies else self._full_pages(hit.tokens)
+        if hit.held is not None:
+            pages = self._grown(request, hit.tokens, hit.held)
+        shares = hit.source is not None and hit.held is None and not hit.copies
+        own = self._full_pages(hit.tokens) if shares else 0
         needed = pages.most - (min(own, paid.get(hit.source, 0)) if hit.source is not None else 0)
         if needed > available:
             return None
@@ -249,6 +258,7 @@ class Admission:
         self.cache.admit(request, hit)
         self.prefixes.note(request, hit)
         request.computed = hit.tokens
+        request.saved = 0 if hit.held is None else hit.tokens
         return Ticket(
             request,
             self.methods[request.method],
@@ -262,7 +272,8 @@ class Admission:
 
     def settle(self, ticket: Ticket) -> None:
         """The prompt is done and evicted: from now on the request is charged its steady pages."""
-        ticket.charge_pages = self._steady_pages(ticket.request)
+        if not ticket.request.saved:  # its rows grow as they have been charged
+            ticket.charge_pages = self._steady_pages(ticket.request)
         ticket.num_forks = ticket.fork_pages = 0
         ticket.is_steady = True
 
@@ -292,6 +303,12 @@ class Admission:
         method = self.methods[request.method]
         shape = request.prompt_len, output_tokens, request.budget
         return charge(self.cache, method, *shape, digests=request.sparse.digests)
+
+    def _grown(self, request: Request, tokens: int, held: int) -> Charge:
+        """A request whose first `tokens` are rows of `held`: the rest is appended and stays."""
+        total = held + request.prompt_len - tokens + self._output_tokens(request)
+        pages = self.cache.pages_for(total, positions=request.prompt_len + request.max_tokens)
+        return Charge(pages, pages)
 
     def _output_tokens(self, request: Request) -> int:
         """Output that is paid for in advance."""

@@ -91,11 +91,15 @@ class Engine:
         return self.report()
 
     def _end_step(self, plan: StepPlan) -> None:
-        """Prompts that are done are kept as they are before anything is evicted from them."""
+        """Prompts that are done are kept before anything is evicted from them, and afterwards."""
+        prefixes = self.scheduler.prefixes
         for chunk in plan.chunks:
             if chunk.ends_prompt:
-                self.scheduler.prefixes.prompt_done(chunk.request)
+                prefixes.prompt_done(chunk.request)
         self.controller.end_step(plan)
+        for chunk in plan.chunks:
+            if chunk.request.sparse.save_prefix and self.scheduler.finishes_prompt(chunk):
+                prefixes.prompt_cut(chunk.request)
 
     def _count(self, plan: StepPlan) -> None:
         self.num_steps += 1
@@ -171,6 +175,7 @@ class Engine:
             stream=stream,
             cache_salt=cache_salt,
         )
+        self.scheduler.prefixes.check(submission.requests[0])
         self.scheduler.admission.check_fits(submission.requests[0])
         while submission.request_id in self._live:  # a caller's own id looks like one of ours
             submission = replace(submission, request_id=f"{submission.request_id}+")

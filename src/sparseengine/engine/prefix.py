@@ -7,6 +7,9 @@ them over as far as its hooks need not see those tokens run (`SparseMethod.reusa
                generated, too, if every decode step read all of it and nothing was evicted. Of
                requests with sparse prefill nothing
     looked up  every prompt of dense prefill, except where the request wants what only a run gives
+
+With `SparseParams.save_prefix` a hit need not equal a miss: what an eviction left of a prompt is
+kept, too, for prompts that begin with all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from sparseengine.core.method import SparseMethod
 from sparseengine.core.params import DENSE_PREFILL
 from sparseengine.core.plan import UNKNOWN, Miss, Request
 from sparseengine.engine.outputs import Finish
+from sparseengine.errors import RequestError
 
 
 class Prefixes:
@@ -43,6 +47,10 @@ class Prefixes:
         if not self.enabled:
             return PrefixHit()
         method = self.methods[request.method]
+        if request.sparse.save_prefix and method.saves() and not request.sparse.record:
+            saved = self.cache.match(request, request.prompt_len - 1, _saved_salt(request))
+            if saved.tokens:
+                return saved
         # The prompt's last token is run in any case: its logits are wanted.
         limit = min(method.reusable(request.prompt_len), request.prompt_len - 1)
         why_not = _why_not(request, limit)
@@ -78,6 +86,24 @@ class Prefixes:
             length = min(length, request.prompt_len)
         if _is_dense(request) and length >= request.prompt_len:
             self.cache.keep(request.id, known[:length], request.salt)
+        if request.sparse.save_prefix and request.computed > request.prompt_len:
+            stop = min(request.computed, len(known))
+            self.cache.keep(request.id, known[:stop], _saved_salt(request), evicted=True)
+
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` for a request whose `save_prefix` would do nothing."""
+        if not request.sparse.save_prefix:
+            return
+        method, why = self.methods[request.method], None
+        if not self.enabled:
+            why = "the engine keeps none (enable_prefix_caching)"
+        elif not _is_dense(request):
+            why = "rows of sparse prefill, and those with digests, are not kept"
+        elif method.traits.family == "eviction" and not method.saves():
+            why = f"{method.name} goes on to evict, or evicts block by block; use one of its kind "
+            why += "that cuts a prompt once, when it ends"
+        if why is not None:
+            raise RequestError(f"save_prefix=True is not possible: {why}")
 
     def prompt_done(self, request: Request) -> None:
         """The prompt has run, and nothing of it was evicted by its end: others may begin with it.
@@ -91,10 +117,22 @@ class Prefixes:
         length = request.prompt_len if self.cache.keeps_ends_only else whole
         self.cache.keep(request.id, request.tokens[:length], request.salt)
 
+    def prompt_cut(self, request: Request) -> None:
+        """All of the prompt has run, and what its method evicts of it is gone."""
+        if self.enabled:
+            prompt = request.tokens[: request.prompt_len]
+            self.cache.keep(request.id, prompt, _saved_salt(request), evicted=True)
+
     def values(self) -> dict[str, float]:
         """Counters by name."""
         found = {f"prefix_miss_{reason}": float(n) for reason, n in self.misses.items()}
         return found | {"prefix_cache_queries": self.queries, "prefix_cache_hits": self.hits}
+
+
+def _saved_salt(request: Request) -> str:
+    """Under what cut rows are found: by the same method, with the same knobs and budget."""
+    s = request.sparse
+    return repr((request.salt, request.method, s.budget, s.ratio, s.kv_error))
 
 
 def _is_dense(request: Request) -> bool:

@@ -236,6 +236,11 @@ class Scheduler:
         tokens = tuple(request.tokens[start:stop])
         return Chunk(request, tokens, start, Purpose.PREFILL, samples, forks)
 
+    def finishes_prompt(self, chunk: Chunk) -> bool:
+        """Whether nothing of its request's prompt is left to run behind a chunk, nor again."""
+        ticket = self.running.get(chunk.request.id)
+        return ticket is not None and ticket.finishes_prompt(chunk)
+
     def _note(self, chunks: list[Chunk]) -> None:
         """Count the steps in which decodes stood by."""
         has_decode = chunks[0].purpose is Purpose.DECODE
@@ -356,7 +361,7 @@ class Scheduler:
         self.cache.fork(parent.request.id, sibling.id)
         waiting.remove(sibling)  # last: whatever fails above leaves it where it is found again
         sibling.parent = None
-        sibling.computed = sibling.prompt_len
+        sibling.computed, sibling.saved = sibling.prompt_len, parent.request.saved
         self.running[sibling.id] = ticket
         self.sink.forked(parent.request, sibling)
 

@@ -149,6 +149,9 @@ class Wrapper(SparseMethod):
     def reusable(self, prompt_len: int) -> int:
         return self.retain.reusable(prompt_len)
 
+    def saves(self) -> bool:
+        return self.retain.saves()
+
     def prefill_block(self) -> int | None:
         return self.retain.prefill_block()
 

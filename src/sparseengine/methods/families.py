@@ -183,6 +183,8 @@ class EvictionMethod(Method):
                 return  # DECODE chunks come first: a decode step costs one look
             if chunk.purpose is not Purpose.PREFILL or chunk.stop > chunk.request.prompt_len:
                 continue
+            if chunk.request.saved:
+                continue  # its rows were cut, and what comes behind them stays
             self.watch(at, i)
             budget, by_error = chunk.request.budget, chunk.request.sparse.kv_error is not None
             if not self.is_due(chunk) or (budget is None and not by_error):
@@ -199,6 +201,10 @@ class EvictionMethod(Method):
         looks = own.watch is not EvictionMethod.watch or self.uses("layer_end")
         looks |= own.observe is not EvictionMethod.observe or self.prefill_block() is not None
         return 0 if looks else prompt_len
+
+    def saves(self) -> bool:
+        """Where the prompt is cut once, when it ends."""
+        return not self.traits.decode_hooks and self.prefill_block() is None
 
     def why_not(self, allocation: Allocation) -> str | None:
         """Why rows of this method cannot share budgets so; None if they can."""

@@ -322,6 +322,5 @@ class KVzip(EvictionMethod):
 def _is_cut(request: Request) -> bool:
     """Whether the prompt is repeated and then cut."""
     budget = request.budget
-    return request.sparse.kv_error is not None or (
-        budget is not None and request.prompt_len > budget
-    )
+    is_long = budget is not None and request.prompt_len > budget
+    return not request.saved and (request.sparse.kv_error is not None or is_long)

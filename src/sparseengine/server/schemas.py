@@ -30,6 +30,7 @@ class SparseFields(BaseModel):
     kv_error: float | None = None
     dropped_mass: bool = False
     compensate: bool = False
+    save_prefix: bool = False
 
 
 class StreamOptions(Body):
