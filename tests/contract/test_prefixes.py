@@ -131,9 +131,11 @@ def test_all_methods_at_once_in_little_memory(mix: str, seed: int) -> None:
         tokens = _draw(rng, texts[salt])
         n = rng.choice([1, 1, 2])
         sampling = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True, n=n)
-        sparse = SparseParams(case.method, budget=case.budget, **case.knobs)
+        saves = _saves(case, mix) and rng.random() < 0.3
+        sparse = SparseParams(case.method, budget=case.budget, save_prefix=saves, **case.knobs)
         engine.add_request(tokens, sampling, sparse, request_id=str(i), cache_salt=salt)
-        wanted[str(i)] = (case, tokens)
+        if not saves:  # what such a request begins with depends on those before it
+            wanted[str(i)] = (case, tokens)
         for _ in range(rng.randint(0, 9)):
             for output in engine.step():
                 if output.outputs[0].finish_reason == "length":
@@ -145,7 +147,7 @@ def test_all_methods_at_once_in_little_memory(mix: str, seed: int) -> None:
             aborted += 1
     found |= drain(engine)
     ended = [name for name in wanted if len(found.get(name, [[]])[0]) == NEW]
-    assert len(ended) >= len(wanted) - aborted
+    assert len(ended) >= len(wanted) - aborted > 10
     for name in ended:
         case, tokens = wanted[name]
         assert found[name] == [expected(case, mix, tokens)] * len(found[name])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -149,6 +150,7 @@ ELSEWHERE = {
     "seal": "test_a_hook_that_names_no_request_is_traced_by_running_suspects_alone",
     "forget": "test_a_failing_clean_up_harms_nobody",
     "reusable": "test_a_question_about_stored_tokens_that_fails_ends_that_one",
+    "saves": "test_a_question_that_fails_before_the_queue_refuses_that_one",
     "demand": "test_a_demand_that_fails_after_the_request_was_taken",
     "needs_tokens": "test_a_question_whose_answer_is_not_needed_harms_nobody",
     "shrink": "contract/test_pressure.py",
@@ -322,6 +324,22 @@ def test_a_question_about_stored_tokens_that_fails_ends_that_one(
     found = run()
     assert found["marked"].outputs[0].finish_reason == "error"
     check_others(found, clean)
+
+
+def test_a_question_that_fails_before_the_queue_refuses_that_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(ToyModel(toy_spec()), methods=("full", "quest"), keeps=True)
+    monkeypatch.setattr(Quest, "saves", boom)
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    for wants in (True, False):
+        sparse = SparseParams("quest", budget=8, save_prefix=wants)
+        with pytest.raises(KeyError) if wants else nullcontext():
+            engine.add_request([5] * 9, params, sparse, request_id="one")
+    found = {}
+    while engine.has_work:
+        found |= {o.request_id: o for o in isolated_step(engine)}
+    assert found["one"].outputs[0].finish_reason == "length"
 
 
 def test_a_detokenizer_that_fails(

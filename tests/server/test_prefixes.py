@@ -63,6 +63,23 @@ def test_where_a_text_leaves_what_is_stored(served: Served) -> None:
     assert "SITS" in told["cache_miss"]["detail"]
 
 
+def test_a_compressed_prompt_is_begun_with_on_request(served: Served) -> None:
+    served.post("/reset_prefix_cache", {})
+    tokens = served.post("/tokenize", {"prompt": PROMPT}).json()["tokens"]
+    body = {"prompt": tokens, "max_tokens": 3, "ignore_eos": True}
+    sparse = {"method": "snapkv", "budget": 48, "save_prefix": True}
+    served.post(COMPLETIONS, {**body, "sparse": sparse})
+    longer = {**body, "prompt": [*tokens, 9, 8]}
+    assert cached(served.post(COMPLETIONS, {**longer, "sparse": sparse}).json()) == len(tokens)
+    plain = {**sparse, "save_prefix": False}
+    assert cached(served.post(COMPLETIONS, {**longer, "sparse": plain}).json()) < len(tokens)
+    refused = served.post(COMPLETIONS, {**body, "sparse": {**sparse, "method": "streaming_llm"}})
+    assert refused.status_code == 400
+    assert "save_prefix" in refused.json()["error"]["message"]
+    wrong = served.post(COMPLETIONS, {**body, "sparse": {**sparse, "save_prefix": "yes please"}})
+    assert wrong.status_code == 400
+
+
 def test_a_stream_s_usage_has_it(served: Served) -> None:
     body = {**ROUTES[CHAT], "stream": True, "stream_options": {"include_usage": True}}
     for _ in range(2):

@@ -99,7 +99,7 @@ class Prefixes:
             why = "the engine keeps none (enable_prefix_caching)"
         elif not _is_dense(request):
             why = "rows of sparse prefill, and those with digests, are not kept"
-        elif method.traits.family == "eviction" and not method.saves():
+        elif not method.saves() and method.traits.family == "eviction":
             why = f"{method.name} goes on to evict, or evicts block by block; use one of its kind "
             why += "that cuts a prompt once, when it ends"
         if why is not None:
