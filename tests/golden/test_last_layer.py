@@ -122,7 +122,8 @@ def test_an_engine_computes_what_it_reads(folder: Path) -> None:
     ids, other = prompt(50), prompt(33)
     plain = SamplingParams(temperature=0, max_tokens=3, logprobs=0, ignore_eos=True)
     scored = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=0, ignore_eos=True)
-    with LLM(str(folder), quiet=True, dtype="float32", max_num_batched_tokens=32) as llm:
+    options: dict[str, Any] = {"dtype": "float32", "enable_prefix_caching": False}
+    with LLM(str(folder), quiet=True, max_num_batched_tokens=32, **options) as llm:
         with rows_of(llm.engine.runner.model.model.layers) as seen:
             alone = llm.generate([other], [plain], use_tqdm=False)[0]
         assert seen[0] == [32, 1, 1, 1]

@@ -187,8 +187,8 @@ def test_n_completions_share_the_prompts_pages(llm: LLM) -> None:
 
     def peak(n: int, copies: int) -> int:
         params = SamplingParams(n=n, max_tokens=4, seed=1, ignore_eos=True)
-        for _ in range(copies):
-            engine.add_request(prompts(160)[0], params)
+        for i in range(copies):  # salts: else copies would share, too
+            engine.add_request(prompts(160)[0], params, cache_salt=str(i))
         most = 0
         while engine.has_work:
             engine.step()

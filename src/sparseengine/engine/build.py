@@ -86,14 +86,7 @@ def build_engine(resolved: Resolved) -> Built:
             seed=config.model.seed,
             grammar_timeout_s=config.runtime.grammar_timeout_s,
         ),
-        scheduler=Scheduler(
-            config.scheduler,
-            cache,
-            methods.instances,
-            collector,
-            controller.shrink,
-            Prefixes(cache, methods.instances, enabled=config.cache.enable_prefix_caching),
-        ),
+        scheduler=make_scheduler(resolved, cache, methods, controller, collector),
         runner=runner,
         controller=controller,
         collector=collector,
@@ -122,6 +115,19 @@ def make_table(resolved: Resolved, tokenizer: Any) -> MethodTable:
         resolved.dense_prefill,
         None if tokenizer is None else Words(tokenizer, spec.vocab_size),
     )
+
+
+def make_scheduler(
+    resolved: Resolved,
+    cache: PagedCache,
+    methods: MethodTable,
+    controller: Controller,
+    collector: Collector,
+) -> Scheduler:
+    """The scheduler, and what it knows of stored prefixes."""
+    config, instances = resolved.config, methods.instances
+    prefixes = Prefixes(cache, instances, enabled=config.cache.enable_prefix_caching)
+    return Scheduler(config.scheduler, cache, instances, collector, controller.shrink, prefixes)
 
 
 def make_backends(resolved: Resolved) -> tuple[AttentionBackend, ...]:
