@@ -15,7 +15,7 @@ from sparseengine.attention.reference import ReferenceBackend, span_rows
 from sparseengine.cache import tensors as tensors_module
 from sparseengine.cache.manager import PagedCache
 from sparseengine.core.cache import PrefixHit
-from sparseengine.core.plan import Chunk, Miss, Purpose, StepPlan
+from sparseengine.core.plan import Chunk, Purpose, StepPlan
 from sparseengine.core.specs import CacheGroup, LayerKind, LayerSpec, Ragged
 from sparseengine.core.view import Keep, Selection
 from sparseengine.errors import CapacityError
@@ -206,26 +206,6 @@ def test_forks_copy_side_tensors_and_states() -> None:
     cache.check()
     with pytest.raises(AssertionError, match="no state"):
         mirror.cache.state(0)
-
-
-def test_a_kept_row_outlives_its_request_and_is_given_out_cut_back() -> None:
-    mirror = filled(Ragged.HEAD, 2 * PAGE + 2)
-    cache, tokens = mirror.cache, list(range(2 * PAGE + 2))
-    cache.keep(1, tokens)
-    cache.release(1)
-    cache.check()
-    assert cache.free_pages() == cache.total_pages(), "kept pages can be had"
-    other = request(9)
-    other.tokens = [*tokens[: PAGE + 1], 99, 98]
-    hit = cache.match(other, PAGE + 2)
-    assert (hit.tokens, hit.miss) == (PAGE, Miss("diverged", PAGE + 1))
-    cache.admit(other, hit)
-    assert cache.lens(9, 1) == (PAGE, PAGE)
-    cache.forget_kept()
-    cache.check()
-    assert cache.total_pages() - cache.free_pages() == cache.usage(9).pages
-    assert cache.match(other, PAGE + 2) == PrefixHit(miss=Miss("cold"))
-    assert cache.match(other, 0) == PrefixHit()
 
 
 # ── room ─────────────────────────────────────────────────────────────────────────────────────────

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from fixtures.cache_harness import Mirror, request
 from fixtures.engines import ToyModel, drain, make_engine, save_checkpoint, toy_spec
 from sparseengine import LLM, SamplingParams, SparseParams
+from sparseengine.core.cache import PrefixHit
 from sparseengine.core.plan import MISS_REASONS, Miss
+from sparseengine.core.specs import Ragged
 from sparseengine.engine.engine import Engine
 from sparseengine.errors import RequestError
 
@@ -138,6 +141,27 @@ def test_nothing_is_kept_of_a_request_that_failed(monkeypatch) -> None:
     assert drain(engine)[name].outputs[0].finish_reason == "error"
     monkeypatch.undo()
     assert run(engine, TEXT).cache_miss == Miss("cold")
+
+
+def test_a_kept_row_outlives_its_request_and_is_given_out_cut_back() -> None:
+    mirror = Mirror(Ragged.HEAD, 60)
+    mirror.step({mirror.admit(): 2 * PAGE + 2})
+    cache, tokens = mirror.cache, list(range(2 * PAGE + 2))
+    cache.keep(1, tokens)
+    cache.release(1)
+    cache.check()
+    assert cache.free_pages() == cache.total_pages(), "kept pages can be had"
+    other = request(9)
+    other.tokens = [*tokens[: PAGE + 1], 99, 98]
+    hit = cache.match(other, 2 * PAGE)
+    assert (hit.tokens, hit.miss) == (PAGE, Miss("diverged", PAGE + 1))
+    cache.admit(other, hit)
+    assert cache.lens(9, 1) == (PAGE, PAGE)
+    cache.forget_kept()
+    cache.check()
+    assert cache.total_pages() - cache.free_pages() == cache.usage(9).pages
+    assert cache.match(other, 2 * PAGE) == PrefixHit(miss=Miss("cold"))
+    assert cache.match(other, 0) == PrefixHit()
 
 
 # ── through the API ───────────────────────────────────────────────────────────────────────────────

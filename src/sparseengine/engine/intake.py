@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -191,32 +191,28 @@ class Intake:
         stop_ids = frozenset((*self.eos_ids, *sampling.stop_token_ids))
         grammar = self._grammar(sampling)
         parent = self._next_id
-        requests, extras = [], []
-        for index in range(sampling.n):
-            request = Request(
-                id=parent + index,
-                tokens=list(ids),
-                prompt_len=len(ids),
-                max_tokens=max_tokens,
-                sampling=sampling,
-                sparse=sparse,
-                method=key,
-                budget=budget,
-                arrival=parent,
-                parent=parent if index else None,
-                prefill=prefill,
-                align=align,
-                salt=cache_salt,
-            )
-            requests.append(request)
-            seed = self._seed(sampling, parent, index)
+        first = Request(
+            id=parent,
+            tokens=ids,
+            prompt_len=len(ids),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            sparse=sparse,
+            method=key,
+            budget=budget,
+            arrival=parent,
+            prefill=prefill,
+            align=align,
+            salt=cache_salt,
+        )
+        requests, extras = [first], []
+        for i in range(1, sampling.n):
+            requests.append(replace(first, id=parent + i, tokens=list(ids), parent=parent))
+        for i in range(sampling.n):
+            constraint = None if grammar is None else self._constraint(grammar, sampling)
+            seed = self._seed(sampling, parent, i)
             extras.append(
-                SamplingExtras(
-                    seed=seed,
-                    stop_ids=stop_ids,
-                    bad_words=words,
-                    constraint=None if grammar is None else self._constraint(grammar, sampling),
-                )
+                SamplingExtras(seed=seed, stop_ids=stop_ids, bad_words=words, constraint=constraint)
             )
         self._next_id += sampling.n
         return Submission(
