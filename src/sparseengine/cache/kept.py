@@ -84,12 +84,15 @@ class KeptRows:
         """The most of the first `limit` tokens that a row of this salt has, and why not more."""
         wanted = np.asarray(tokens[:limit], np.int32)
         best, source, longest, is_all = 0, None, 0, False
-        for key, row in self._of(salt):
+        for key, row in reversed(self._rows.items()):
+            more = slice(best, best + (1 if self.ends_only or row.evicted else self.step))
+            if row.salt != salt or (best and not _same(wanted[more], row.tokens[more], more)):
+                continue  # most rows: it cannot have more of use than one that was used later
             common = _common(wanted, row.tokens)
-            if common >= longest:
+            if common > longest:
                 longest, is_all = common, common == row.tokens.size
             usable = self._usable(row, common)
-            if usable and usable >= best:
+            if usable > best:
                 best, source = usable, key
         if source is not None:
             self._rows.move_to_end(source)
@@ -178,7 +181,7 @@ class KeptRows:
         for group, part in zip(self._groups, found, strict=True):
             group.pool.keep(part.owned(group.geo.page_size))
         if not (self.ends_only or evicted):
-            for key in [k for k, r in self._of(salt) if _common(wanted, r.tokens) == r.tokens.size]:
+            for key in [k for k, r in self._of(salt) if _begins(wanted, r.tokens)]:
                 self._drop(key)
         self._rows[self._next_key] = row
         self._next_key += 1
@@ -189,7 +192,7 @@ class KeptRows:
         """Whether no row has these tokens; one that has counts as used now."""
         for key, row in self._of(salt):
             same = row.tokens.size == tokens.size if ends_only else True
-            if same and _common(tokens, row.tokens) == tokens.size:
+            if same and _begins(row.tokens, tokens):
                 self._rows.move_to_end(key)
                 return False
         return True
@@ -232,7 +235,8 @@ class KeptRows:
             self._ghosts.clear()
         else:
             wanted = np.asarray(tokens[: self.step], np.int32)
-            keys = [k for k, r in self._of(salt) if _common(wanted, r.tokens) == self.step]
+            is_page = wanted.size == self.step
+            keys = [k for k, r in self._of(salt) if is_page and _begins(r.tokens, wanted)]
         for key in keys:
             self._drop(key)
 
@@ -280,6 +284,17 @@ def _cut_part(group: GroupCache, slot: int, stored: int, gone: int) -> _Part | N
 def _is_intact(group: GroupCache, slot: int, stored: int) -> bool:
     """Whether a request's rows hold all that was run, but for what a window has left behind."""
     return group.geo.window is not None or bool((group.rows.lens[slot] == stored).all())
+
+
+def _begins(a: Ints, b: Ints) -> bool:
+    """Whether `a` begins with all of `b`, which is not empty."""
+    size = b.size
+    return size <= a.size and a[size - 1] == b[-1] and np.array_equal(a[:size], b)
+
+
+def _same(a: Ints, b: Ints, cut: slice) -> bool:
+    """Whether both have all of a cut, and the same."""
+    return a.size == b.size == cut.stop - cut.start and bool((a == b).all())
 
 
 def _common(a: Ints, b: Ints) -> int:
