@@ -10,6 +10,7 @@ import pytest
 from fixtures.cache_harness import Mirror, request
 from fixtures.engines import ToyModel, drain, make_engine, save_checkpoint, toy_spec
 from sparseengine import LLM, SamplingParams, SparseParams
+from sparseengine.cache import kept
 from sparseengine.core.cache import PrefixHit
 from sparseengine.core.plan import MISS_REASONS, Miss
 from sparseengine.core.specs import Ragged
@@ -85,6 +86,20 @@ def test_rows_give_up_their_tails_first() -> None:
     found = run(engine, long)
     assert found.num_cached_tokens == 800
     assert found.cache_miss == Miss("evicted", 1599)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_ROWS", 3), ("MAX_BYTES", 300)])
+def test_rows_are_bounded_in_number_and_host_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
+    monkeypatch.setattr(kept, limit, value)
+    texts = [[40 + i, *TEXT[:14]] for i in range(6)]
+    for text in texts:
+        run(engine, text)
+    found = [run(engine, text, new=1).num_cached_tokens for text in reversed(texts)]
+    assert found[:2] == [12, 12]
+    assert found[-1] == 0
+    assert engine.scheduler.cache.memory().tables > 0
 
 
 def test_salts_do_not_share_and_do_not_tell(engine: Engine) -> None:

@@ -26,6 +26,7 @@ from sparseengine.core.plan import Miss
 from sparseengine.core.specs import ModelSpec
 
 MAX_ROWS = 1024  # compared with a prompt one by one
+MAX_BYTES = 1 << 30  # of tokens and page lists, on the host
 _MAX_GHOSTS = 64
 _LEAST_CUT = 1024  # tokens; shorter rows go as a whole
 _LOOK = 64  # tokens compared first: most rows differ early
@@ -57,6 +58,11 @@ class _Kept:
     evicted: bool = False
     was_cut: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of the tokens and the page lists."""
+        return self.tokens.nbytes + sum(p.lens.nbytes + p.pages.nbytes for p in self.parts)
+
 
 class KeptRows:
     """The kept rows of one cache, the one used longest ago first. Knows no method.
@@ -69,7 +75,7 @@ class KeptRows:
         self._groups, self._sides = groups, sides
         self._rows: OrderedDict[int, _Kept] = OrderedDict()
         self._ghosts: deque[tuple[str, Ints]] = deque(maxlen=_MAX_GHOSTS)
-        self._next_key = 0
+        self._next_key = self._bytes = 0
         self.step = max((g.geo.page_size for g in groups), default=1)
         self.ends_only = len(model.kv_layers) < len(model.layers) or any(
             g.geo.window is not None for g in groups
@@ -185,7 +191,8 @@ class KeptRows:
                 self._drop(key)
         self._rows[self._next_key] = row
         self._next_key += 1
-        while len(self._rows) > MAX_ROWS:
+        self._bytes += row.nbytes
+        while len(self._rows) > MAX_ROWS or self._bytes > MAX_BYTES:
             self._evict(next(iter(self._rows)))
 
     def _is_news(self, tokens: Ints, salt: str, ends_only: bool) -> bool:
@@ -219,6 +226,7 @@ class KeptRows:
         if not row.was_cut:
             self._ghosts.append((row.salt, row.tokens))
         row.was_cut = True
+        self._bytes -= row.nbytes
         for group, part in zip(self._groups, row.parts, strict=True):
             held = -(-half // group.geo.page_size)
             had = -(-int(part.lens[0]) // group.geo.page_size)
@@ -226,6 +234,7 @@ class KeptRows:
             part.lens = np.full_like(part.lens, half)
             part.pages = part.pages[:, :held].copy()
         row.tokens = row.tokens[:half].copy()
+        self._bytes += row.nbytes
         return True
 
     def forget(self, tokens: Sequence[int] | None, salt: str) -> None:
@@ -247,7 +256,9 @@ class KeptRows:
         self._drop(key)
 
     def _drop(self, key: int) -> None:
-        for group, part in zip(self._groups, self._rows.pop(key).parts, strict=True):
+        row = self._rows.pop(key)
+        self._bytes -= row.nbytes
+        for group, part in zip(self._groups, row.parts, strict=True):
             self._release(group, part.owned(group.geo.page_size))
 
     @staticmethod
@@ -258,15 +269,15 @@ class KeptRows:
 
     def bytes(self) -> int:
         """Host bytes of tokens and page lists."""
-        rows = self._rows.values()
-        return sum(r.tokens.nbytes + sum(p.pages.nbytes for p in r.parts) for r in rows)
+        return self._bytes
 
     def state_bytes(self) -> int:
         each = (t for row in self._rows.values() for s in row.states.values() for t in s)
         return sum(t.nbytes for t in each)
 
     def owned(self, group: GroupCache) -> Ints:
-        """The page of every entry of a group's kept rows."""
+        """The page of every entry of a group's kept rows, for the cache's own checks."""
+        assert self._bytes == sum(row.nbytes for row in self._rows.values()), "bytes are miscounted"
         at = self._groups.index(group)
         found = [row.parts[at].owned(group.geo.page_size) for row in self._rows.values()]
         return np.concatenate(found) if found else np.zeros(0, np.int32)
